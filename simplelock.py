@@ -157,13 +157,7 @@ class LockTable:
         return None if lease._acquire() else lease
 
     def acquire(
-        self,
-        key: str,
-        *,
-        wait: float = 0.0,
-        ttl: float | None = None,
-        owner: str | None = None,
-        data: str | None = None,
+        self, key: str, *, wait: float = 0, ttl: float | None = None, owner: str | None = None, data: str | None = None
     ) -> Lease:
         """Do as `try_acquire`, but try for `wait` seconds (`math.inf`: for ever).
 
@@ -178,8 +172,9 @@ class LockTable:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise held
-            if held.holder and held.holder.expires_at > self._clock.earliest():
-                left = min(left, held.holder.expires_at - self._clock.earliest())
+            expires_in = held.holder.expires_at - self._clock.earliest() if held.holder else 0
+            if expires_in > 0:
+                left = min(left, expires_in + 0.002)  # a try compares in milliseconds
             time.sleep(min(jitter.uniform(0, pause), left))
             pause = min(2 * pause, MAX_PAUSE)
             if time.monotonic() < deadline:  # a look costs a tenth of a try
@@ -191,7 +186,7 @@ class LockTable:
         return lease
 
     def acquire_all(
-        self, keys: Iterable[str], *, wait: float = 0.0, ttl: float | None = None, owner: str | None = None
+        self, keys: Iterable[str], *, wait: float = 0, ttl: float | None = None, owner: str | None = None
     ) -> AbstractContextManager[list[Lease]]:
         """Hold all the locks, or none, in a `with`; acquired in sorted order, against deadlocks.
 
@@ -334,10 +329,10 @@ class LockTable:
             if code != "ConditionalCheckFailedException":
                 raise
             reply, granted = error.response, False
-        metadata = reply["ResponseMetadata"]
-        self._clock.learn(sent, metadata["HTTPHeaders"].get("date"))
+        metadata = reply.get("ResponseMetadata", {})  # which botocore's Stubber leaves out
+        self._clock.learn(sent, metadata.get("HTTPHeaders", {}).get("date"))
         item = reply.get("Item") or reply.get("Attributes")
-        return _Answer(granted, item, metadata["RetryAttempts"] > 0, sent, wall, reply)
+        return _Answer(granted, item, metadata.get("RetryAttempts", 0) > 0, sent, wall, reply)
 
     def _holder(self, key: str, item: dict[str, Any] | None) -> Holder | None:
         """Whose the lock is by its item; None without one, and for a tombstone."""
@@ -497,7 +492,8 @@ class Lease:
 
     def _loss(self) -> LockLost:
         inert = self._pid != os.getpid() and "it belongs to the parent process"
-        return LockLost(self.key, self.owner, inert or self._lost or self._trouble)
+        reason = inert or self._lost or (self.held and "another has released it") or self._trouble
+        return LockLost(self.key, self.owner, reason)
 
     def _acquire(self) -> LockHeld | None:
         """Try once, and tell whether another holds the lock."""
@@ -647,8 +643,8 @@ def _not_applied(error: BaseException) -> bool:
     """Whether the error proves that its request was not applied: never sent, or sent once and refused."""
     cause = error.__cause__ if isinstance(error, LockTableError) else error
     if isinstance(cause, ClientError):
-        metadata = cause.response["ResponseMetadata"]
-        return metadata["HTTPStatusCode"] < 500 and metadata["RetryAttempts"] == 0
+        metadata = cause.response.get("ResponseMetadata", {})
+        return metadata.get("HTTPStatusCode", 500) < 500 and metadata.get("RetryAttempts", 0) == 0
     return cause is None or (
         isinstance(cause, BotoCoreError) and not isinstance(cause, (BotoConnectionError, HTTPClientError))
     )
@@ -679,10 +675,10 @@ def _seconds(name: str, value: float, most: float, *, zero: bool = False) -> flo
 def _text(name: str, value: str, most: int, *, least: int = 1) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} is a string, not {type(value).__name__}")
-    size = len(value.encode(errors="surrogatepass"))
-    if not least <= size <= most or any("\ud800" <= character <= "\udfff" for character in value):
-        raise ValueError(f"{name} is {least} to {most} bytes of UTF-8, without surrogates; this has {size} bytes")
-    return value
+    with suppress(UnicodeEncodeError):
+        if least <= len(value.encode()) <= most:
+            return value
+    raise ValueError(f"{name} is {least} to {most} bytes of UTF-8, not {value[:80]!r}")
 
 
 # The command line
@@ -814,7 +810,10 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _break(args: argparse.Namespace) -> int:
-    released = LockTable(args.table).release(args.key, args.owner)
+    locks = LockTable(args.table)
+    holder = locks.holder(args.key)
+    locks.fencing = bool(holder and holder.fencing_token)  # keep the count of the tokens
+    released = locks.release(args.key, args.owner)
     print("released" if released else f"{args.key!r} is not held by {args.owner}")
     return 0 if released else 1
 
