@@ -2,17 +2,16 @@
 
 import inspect
 import json
-import pathlib
 import re
 
 import boto3
 import pytest
-from cfnlint.decode import decode
 from moto import mock_aws
+from templates import INFRA, load
 
 import simplelock
 
-PATH = pathlib.Path(__file__).parent.parent / "infra" / "table.yaml"
+PATH = INFRA / "table.yaml"
 REGION = "eu-west-1"
 KEY_ARN = f"arn:aws:kms:{REGION}:123456789012:key/mrk-0a1b"
 ALL_SET = {
@@ -21,7 +20,7 @@ ALL_SET = {
     "DeletionProtection": "false",
     "KmsKeyArn": KEY_ARN,
 }
-TEMPLATE = json.loads(json.dumps(decode(str(PATH))[0]))  # plain data, without cfn-lint's line marks
+TEMPLATE = load("table.yaml")
 TABLE = TEMPLATE["Resources"]["LockTable"]
 PROPERTIES = TABLE["Properties"]
 
@@ -51,10 +50,7 @@ def stack(request):
             StackName="locks",
             TemplateBody=PATH.read_text(),
             Capabilities=["CAPABILITY_IAM"],
-            Parameters=[
-                {"ParameterKey": name, "ParameterValue": value}
-                for name, value in request.param.items()
-            ],
+            Parameters=[{"ParameterKey": name, "ParameterValue": value} for name, value in request.param.items()],
         )
         described = cloudformation.describe_stacks(StackName="locks")["Stacks"][0]
         assert described["StackStatus"] == "CREATE_COMPLETE"
@@ -63,9 +59,7 @@ def stack(request):
 
 
 def deployed_statements(policy_arn):
-    policy = boto3.client("iam", region_name=REGION).get_policy_version(
-        PolicyArn=policy_arn, VersionId="v1"
-    )
+    policy = boto3.client("iam", region_name=REGION).get_policy_version(PolicyArn=policy_arn, VersionId="v1")
     return policy["PolicyVersion"]["Document"]["Statement"]
 
 
@@ -101,9 +95,7 @@ def test_deletion_protection_becomes_a_boolean():
     parameter = TEMPLATE["Parameters"]["DeletionProtection"]
     assert values[0] is True
     assert values[1] is False
-    assert TEMPLATE["Conditions"][condition] == {
-        "Fn::Equals": [{"Ref": "DeletionProtection"}, "true"]
-    }
+    assert TEMPLATE["Conditions"][condition] == {"Fn::Equals": [{"Ref": "DeletionProtection"}, "true"]}
     assert (parameter["Default"], parameter["AllowedValues"]) == ("true", ["true", "false"])
 
 
@@ -175,11 +167,7 @@ def test_customer_key_adds_decrypt_through_dynamodb_and_nothing_else(policy):
 
 def test_every_statement_names_its_actions_and_resource():
     """Nothing is granted by wildcard or by exclusion."""
-    policies = [
-        name
-        for name, resource in TEMPLATE["Resources"].items()
-        if resource["Type"].startswith("AWS::IAM::")
-    ]
+    policies = [name for name, resource in TEMPLATE["Resources"].items() if resource["Type"].startswith("AWS::IAM::")]
     assert sorted(policies) == ["ClientPolicy", "ObserverPolicy"]
     for statement in (each for name in policies for each in statements(name, own_key=True)):
         assert not {"NotAction", "NotResource"} & statement.keys()
@@ -240,9 +228,7 @@ def test_deployed_policies_hold_the_stacks_parameters(stack):
     look, *observer_rest = deployed_statements(outputs["ObserverPolicyArn"])
     assert lock["Resource"] == look["Resource"] == outputs["TableArn"]
     assert lock["Condition"] == {
-        "ForAllValues:StringLike": {
-            "dynamodb:LeadingKeys": [parameters.get("LockNamePrefix", "") + "*"]
-        },
+        "ForAllValues:StringLike": {"dynamodb:LeadingKeys": [parameters.get("LockNamePrefix", "") + "*"]},
         "Null": {"dynamodb:LeadingKeys": "false"},
     }
     keys = [KEY_ARN] if "KmsKeyArn" in parameters else []
