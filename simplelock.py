@@ -343,7 +343,7 @@ class LockTable:
         if owner is None or expires_at is None:
             raise LockTableError(self._complaint(f"has an item {key!r} that is not a lock"))
         expires_in = float(expires_at) - self._clock.earliest()
-        token = int(value["#token"].get("N", 0)) or None
+        token = int(float(value["#token"].get("N", 0))) or None
         return Holder(key, owner, math.ceil(float(expires_at)), expires_in, token, value["#data"].get("S"))
 
     def _key(self, key: str) -> dict[str, Any]:
@@ -472,8 +472,8 @@ class Lease:
         ended.set()
 
     def _watch(self, on_lost: Callable[[Lease], object], ended: threading.Event) -> None:
-        while self.held and not ended.wait(self.remaining):
-            pass
+        while self.held and not ended.wait(min(self.remaining, 0.4)):
+            pass  # waiting, too, stands still while the machine is suspended
         if not self.held and self._held_at_release is None:
             self._lost = self._lost or self._trouble  # a late renewal must not unsay it
             ended.set()
