@@ -144,9 +144,7 @@ def deploy(url: str) -> str:
     boto3.client("s3", endpoint_url=url).create_bucket(Bucket=BUCKET)
     cloudformation = boto3.client("cloudformation", endpoint_url=url)
     template = HERE.with_name("table.yaml").read_text(encoding="utf-8")
-    cloudformation.create_stack(
-        StackName="locks", TemplateBody=template, Capabilities=["CAPABILITY_IAM"]
-    )
+    cloudformation.create_stack(StackName="locks", TemplateBody=template, Capabilities=["CAPABILITY_IAM"])
     cloudformation.get_waiter("stack_create_complete").wait(StackName="locks")
     outputs = cloudformation.describe_stacks(StackName="locks")["Stacks"][0]["Outputs"]
     return next(each["OutputValue"] for each in outputs if each["OutputKey"] == "TableName")
@@ -188,9 +186,7 @@ def work(number: int, rounds: int, url: str, table: str, guarded: bool) -> None:
         time.sleep(random.uniform(0, OTHER_WORK))
 
 
-def let_work(
-    title: str, options: argparse.Namespace, url: str, table: str, *, guarded: bool
-) -> Run:
+def let_work(title: str, options: argparse.Namespace, url: str, table: str, *, guarded: bool) -> Run:
     """Let all workers do their rounds from start to end."""
     s3 = boto3.client("s3", endpoint_url=url)
     s3.put_object(Bucket=BUCKET, Key=KEY, Body=b"")
