@@ -1,0 +1,1 @@
+"""The fault rig: it breaks things for real, on three engines."""
