@@ -15,8 +15,6 @@ No lock stops a paused process from writing late; a store that compares fencing 
 
 from __future__ import annotations
 
-import argparse
-import ctypes
 import email.utils
 import functools
 import json
@@ -33,12 +31,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from botocore.client import BaseClient
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 from botocore.exceptions import ConnectionError as BotoConnectionError
+
+if TYPE_CHECKING:
+    import argparse
 
 __version__ = "0.1.0"
 __all__ = ["Holder", "Lease", "LockError", "LockHeld", "LockLost", "LockTable", "LockTableError", "main"]
@@ -48,10 +49,11 @@ MAX_KEY_BYTES, MAX_SORT_KEY_BYTES = 2048, 1024  # DynamoDB's limits
 MAX_OWNER_BYTES, MAX_DATA_BYTES = 2048, 400_000  # ours, below DynamoDB's 409,600 for a whole item
 MIN_PAUSE, MAX_PAUSE = 0.05, 1.0  # between two looks of a waiter
 TOMBSTONE_SECONDS = 3600
-OTHER_NAMES = {"#owner": "OwnerID", "#data": "LockData", "#token": "FencingToken"}
 MAX_SURPLUS = 3  # by which an item may outlast its ttl
 PR_SET_PDEATHSIG = 1  # prctl(2)
 DRIFT = 0.0005  # by which the rates of two clocks differ at most: adjtimex(2) slews by 500 ppm
+
+_MUTEX = threading.Lock()
 
 
 class LockError(Exception):
@@ -126,9 +128,10 @@ class LockTable:
         fencing: bool = False,
     ) -> None:
         self.name, self.ttl, self.fencing = _text("name", name, 1024), _seconds("ttl", ttl, MAX_TTL), fencing
-        self._names = {"#key": key_name, "#expires": expires_name, **OTHER_NAMES}
+        self._names = {"#key": key_name, "#expires": expires_name}  # placeholders: they may be reserved words
         self._sort = {sort_key[0]: {"S": _text("sort key", sort_key[1], MAX_SORT_KEY_BYTES)}} if sort_key else {}
-        names = [_text("attribute name", name, 255) for name in (*self._names.values(), *self._sort)]
+        names = [_text("attribute name", name, 255) for name in (key_name, expires_name, *self._sort)]
+        names += ["OwnerID", "LockData", "FencingToken"]
         if len(set(names)) < len(names):
             raise ValueError(f"attribute names must differ, not {names}")
         is_client = isinstance(client, BaseClient) and client.meta.service_model.service_name == "dynamodb"
@@ -136,7 +139,6 @@ class LockTable:
             raise TypeError(f'client is a boto3.client("dynamodb"), not {client!r}')
         self._client = self._given = client
         self._made_in: int | None = None  # the process that made our own client
-        self._mutex = threading.Lock()
         self._clock = _Clock()
 
     def try_acquire(
@@ -280,7 +282,7 @@ class LockTable:
         """The DynamoDB client in use."""
         # A forked child makes its own: on the parent's connections it could read the parent's replies.
         if self._given is None and self._made_in != os.getpid():
-            with self._mutex:
+            with _MUTEX:  # boto3's default session serves one thread at a time
                 if self._made_in != os.getpid():
                     self._client, self._made_in = _default_client(), os.getpid()
         return self._client
@@ -309,12 +311,14 @@ class LockTable:
         request = {
             "Key": self._key(key),
             "ConditionExpression": condition,
-            "ExpressionAttributeNames": {k: v for k, v in self._names.items() if k in condition + update},
             "ExpressionAttributeValues": values,
             "ReturnValuesOnConditionCheckFailure": "ALL_OLD",
         }
         if update:
-            request |= {"UpdateExpression": update, "ReturnValues": "ALL_NEW" if returning else "NONE"}
+            request["UpdateExpression"], text = update, condition + update
+            request["ExpressionAttributeNames"] = {k: v for k, v in self._names.items() if k in text}
+        if returning:
+            request["ReturnValues"] = "ALL_NEW"
         return self._send("update_item" if update else "delete_item", **request)
 
     def _send(self, operation: str, **request: Any) -> _Answer:
@@ -338,13 +342,13 @@ class LockTable:
         """Whose the lock is by its item; None without one, and for a tombstone."""
         if not item or ("OwnerID" not in item and "FencingToken" in item):
             return None
-        value = {name: item.get(attribute, {}) for name, attribute in self._names.items()}
-        owner, expires_at = value["#owner"].get("S"), value["#expires"].get("N")
+        owner, expires_at = item.get("OwnerID", {}).get("S"), item.get(self._names["#expires"], {}).get("N")
         if owner is None or expires_at is None:
             raise LockTableError(self._complaint(f"has an item {key!r} that is not a lock"))
         expires_in = float(expires_at) - self._clock.earliest()
-        token = int(float(value["#token"].get("N", 0))) or None
-        return Holder(key, owner, math.ceil(float(expires_at)), expires_in, token, value["#data"].get("S"))
+        token = int(float(item.get("FencingToken", {}).get("N", 0))) or None
+        data = item.get("LockData", {}).get("S")
+        return Holder(key, owner, math.ceil(float(expires_at)), expires_in, token, data)
 
     def _key(self, key: str) -> dict[str, Any]:
         return {self._names["#key"]: {"S": key}, **self._sort}
@@ -565,8 +569,8 @@ class _Clock:
 
     def learn(self, sent: float, header: str | None) -> None:
         received, self.known = time.monotonic(), True
-        if parsed := email.utils.parsedate_tz(header or ""):
-            date = email.utils.mktime_tz(parsed)
+        date = _epoch_seconds(header)
+        if date is not None:
             low, high = date - received, date + 2 - sent
             old_low, old_high = self._widened(*self._bounds) if self._bounds else (-math.inf, math.inf)
             if old_low <= high and low <= old_high:
@@ -577,6 +581,12 @@ class _Clock:
         now = time.monotonic()
         drift, suspended = DRIFT * (now - at), max(0.0, time.time() - now - wall)
         return low - drift, high + drift + suspended
+
+
+@functools.lru_cache(maxsize=8)
+def _epoch_seconds(header: str | None) -> int | None:
+    parsed = email.utils.parsedate_tz(header or "")
+    return parsed and email.utils.mktime_tz(parsed)
 
 
 # The protocol: an item, and three conditional writes.
@@ -609,30 +619,33 @@ class _Answer(NamedTuple):
 def _acquire(owner: str, data: str | None, seed: int | None, now: float, expires: int) -> _Write:
     condition = (
         "attribute_not_exists(#key)"
-        " OR (attribute_type(#owner, :string) AND #expires < :now)"
-        " OR (attribute_not_exists(#owner) AND attribute_exists(#token))"
+        " OR (attribute_type(OwnerID, :string) AND #expires < :now)"
+        " OR (attribute_not_exists(OwnerID) AND attribute_exists(FencingToken))"
     )
-    update = "SET #owner = :owner, #expires = :expires"
+    update = "SET OwnerID = :owner, #expires = :expires"
     values = _values(owner=owner, expires=expires, now=math.floor(now * 1000) / 1000, string="S")
     if seed is not None:
-        update, values = f"{update}, #token = if_not_exists(#token, :seed) + :one", values | _values(seed=seed, one=1)
+        update, values = (
+            f"{update}, FencingToken = if_not_exists(FencingToken, :seed) + :one",
+            values | _values(seed=seed, one=1),
+        )
     if data is None:
-        return condition, f"{update} REMOVE #data", values
-    return condition, f"{update}, #data = :data", values | _values(data=data)
+        return condition, f"{update} REMOVE LockData", values
+    return condition, f"{update}, LockData = :data", values | _values(data=data)
 
 
 def _renew(owner: str, seen: int | None, expires: int) -> _Write:
     update, values = "SET #expires = :expires", _values(owner=owner, expires=expires)
     if seen is None:
-        return "#owner = :owner AND #expires <= :expires", update, values
-    return "#owner = :owner AND #expires = :seen", update, values | _values(seen=seen)
+        return "OwnerID = :owner AND #expires <= :expires", update, values
+    return "OwnerID = :owner AND #expires = :seen", update, values | _values(seen=seen)
 
 
 def _release(owner: str, tombstone: float | None) -> _Write:
     if tombstone is None:
-        return "#owner = :owner", "", _values(owner=owner)
-    update = "SET #expires = :expires REMOVE #owner, #data"
-    return "#owner = :owner", update, _values(owner=owner, expires=math.ceil(tombstone))
+        return "OwnerID = :owner", "", _values(owner=owner)
+    update = "SET #expires = :expires REMOVE OwnerID, LockData"
+    return "OwnerID = :owner", update, _values(owner=owner, expires=math.ceil(tombstone))
 
 
 def _values(**values: str | float) -> dict[str, Any]:
@@ -689,7 +702,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     cut = argv.index("--") if argv[:1] == ["run"] and "--" in argv else len(argv)
     parser = _parser()
-    args = parser.parse_args(argv[:cut], argparse.Namespace(command=argv[cut + 1 :]))
+    parser.set_defaults(command=argv[cut + 1 :])
+    args = parser.parse_args(argv[:cut])
     try:
         return int(args.do(args))
     except (TypeError, ValueError) as error:  # raised before any request
@@ -700,6 +714,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    import argparse  # not at the top: the library is imported more often than the command line is used
+
     parser = argparse.ArgumentParser("simplelock", description="Locks in a DynamoDB table.")
     parser.add_argument("--version", action="version", version=f"simplelock {__version__}")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
@@ -760,6 +776,8 @@ def _run(args: argparse.Namespace) -> int:
 
 def _supervise(lease: Lease, command: Sequence[str]) -> int:
     """Run the command while the lease is held, and return its exit status as a shell does."""
+    import ctypes
+
     told = {"KEY": lease.key, "OWNER": lease.owner, "FENCING_TOKEN": lease.fencing_token}
     env = os.environ | {f"SIMPLELOCK_{name}": str(value) for name, value in told.items() if value is not None}
     prctl = getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)  # Linux; when we are killed, the command is too
