@@ -17,6 +17,7 @@ import freezegun
 import pytest
 from botocore.config import Config
 from moto import mock_aws
+from moto.dynamodb.models import dynamodb_backends
 
 from simplelock import LockTable
 
@@ -25,6 +26,17 @@ from simplelock import LockTable
 freezegun.configure(default_ignore_list=["_pytest.terminal.", "_pytest.runner."])
 
 RETRIES = Config(retries={"mode": "standard", "total_max_attempts": 3})  # whatever boto3's default
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Coverage is for the plain run: a part of the suite covers a part of the module."""
+    coverage = config.pluginmanager.get_plugin("_cov")
+    chosen = any(config.getoption(option) for option in ("keyword", "deselect", "lf"))
+    whole = (
+        config.args_source is config.ArgsSource.TESTPATHS and config.getoption("markexpr") == "not rig and not bench"
+    )
+    if coverage and (chosen or not whole):
+        coverage.options.no_cov = True
 
 
 def pytest_collection_finish() -> None:
@@ -51,11 +63,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield frozen
 
 
+@pytest.fixture(scope="module")
+def _moto() -> Iterator[None]:
+    with mock_aws():  # once for many tests, since starting it takes as long as a test
+        yield
+
+
 @pytest.fixture
-def client() -> Iterator[Any]:
-    """A low-level client of an in-process DynamoDB, which retries at once."""
-    with mock_aws():
-        yield _session().client("dynamodb", config=RETRIES)
+def client(_moto: None) -> Any:
+    """A low-level client of an in-process DynamoDB, empty at first, which retries at once."""
+    dynamodb_backends.reset()
+    return _session().client("dynamodb", config=RETRIES)
 
 
 @functools.cache
