@@ -51,6 +51,7 @@ MIN_PAUSE, MAX_PAUSE = 0.05, 1.0  # between two looks of a waiter
 TOMBSTONE_SECONDS = 3600
 MAX_SURPLUS = 3  # by which an item may outlast its ttl
 PR_SET_PDEATHSIG = 1  # prctl(2)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 DRIFT = 0.0005  # by which the rates of two clocks differ at most: adjtimex(2) slews by 500 ppm
 
 _MUTEX = threading.Lock()
@@ -100,7 +101,7 @@ class Holder:
 
     def __str__(self) -> str:
         note = f" ({self.data})" if self.data else ""
-        return f"{self.owner}{note}, {self.expires_in:.0f} s to its expiry"
+        return f"{self.owner}{note}, {abs(self.expires_in):.0f} s {'past' if self.expires_in < 0 else 'to'} its expiry"
 
 
 class LockTable:
@@ -356,7 +357,7 @@ class LockTable:
     def _complaint(self, what: str) -> str:
         return (
             f"table {self.name!r} in Region {self.client.meta.region_name} {what}. A lock table has the key"
-            f" {' and '.join(self._key(''))} (S); infra/table.yaml or LockTable.create() makes it"
+            f" {' and '.join(self._key(''))} (S); infra/table.yaml or simplelock create-table makes it"
         )
 
 
@@ -702,15 +703,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     cut = argv.index("--") if argv[:1] == ["run"] and "--" in argv else len(argv)
     parser = _parser()
-    parser.set_defaults(command=argv[cut + 1 :])
+    parser.set_defaults(command=argv[cut + 1 :], ttl=60.0, fencing=False)
     args = parser.parse_args(argv[:cut])
     try:
-        return int(args.do(args))
-    except (TypeError, ValueError) as error:  # raised before any request
-        parser.error(str(error))
+        return int(args.do(LockTable(args.table, ttl=args.ttl, fencing=args.fencing), args))
     except (LockError, BotoCoreError, ClientError) as error:
         hint = "" if isinstance(error, LockError) else "; check credentials, permissions, Region and endpoint"
         return _say(f"{error}{hint}", 69)  # EX_UNAVAILABLE of sysexits.h
+    except (TypeError, ValueError) as error:  # raised before any request
+        parser.error(str(error))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -720,16 +721,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"simplelock {__version__}")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
-    def add(do: Callable[[argparse.Namespace], int], name: str, summary: str, example: str, *positional: str) -> Any:
+    def add(do: Callable[..., int], summary: str, example: str, *positional: str, to_print: bool = False) -> Any:
+        name = example.partition(" ")[0]
         verb = verbs.add_parser(name, help=summary, description=summary, epilog=f"example: simplelock {example}")
         table = os.environ.get("SIMPLELOCK_TABLE") or "Locks"
         verb.add_argument("--table", default=table, help="by default $SIMPLELOCK_TABLE, else Locks")
         for argument in positional:
             verb.add_argument(argument, metavar=argument.upper())
+        if to_print:
+            verb.add_argument("--json", action="store_true", help="for programs")
         verb.set_defaults(do=do)
         return verb
 
-    run = add(_run, "run", "Hold a lock while a command runs.", "run --wait 60 nightly -- ./backup.sh --all", "key")
+    run = add(_run, "Hold a lock while a command runs.", "run --wait 60 nightly -- ./backup.sh --all", "key")
     run.usage = "simplelock run [options] KEY -- COMMAND [ARGUMENT ...]"
     run.add_argument("--ttl", type=float, default=60.0, help="seconds a lease runs when not renewed; by default 60")
     run.add_argument("--wait", type=float, default=0.0, help="seconds to try for, or inf; by default one try")
@@ -737,28 +741,19 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--data", help="a note for others to read")
     run.add_argument("--fencing", action="store_true", help="give the command a fencing token")
     run.add_argument("--quiet", action="store_true", help="do not say who holds the lock")
-    show = add(_show, "show", "Show who holds a lock.", "show --json nightly", "key")
-    show.add_argument("--json", action="store_true", help="for programs")
-    listing = add(_list, "list", "List the locks of the table.", "list --json")
-    listing.add_argument("--json", action="store_true", help="for programs")
-    add(
-        _break,
-        "release",
-        "Release a lock by its owner, as show tells it.",
-        "release nightly web1:7/5c0e",
-        "key",
-        "owner",
-    )
-    add(_create, "create-table", "Create the table, for development.", "create-table --table Locks")
+    add(_show, "Show who holds a lock.", "show --json nightly", "key", to_print=True)
+    add(_list, "List the locks of the table.", "list --json", to_print=True)
+    add(_break, "Release a lock by its owner, as show tells it.", "release nightly web1:7/5c0e", "key", "owner")
+    add(_create, "Create the table, for development.", "create-table --table Locks")
     return parser
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(locks: LockTable, args: argparse.Namespace) -> int:
     if not args.command:
         raise ValueError("run needs a command after --")
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda number, _frame: sys.exit(128 + number))
-    locks, status = LockTable(args.table, ttl=args.ttl, fencing=args.fencing), None
+    status = None
     try:
         with locks.acquire(args.key, wait=args.wait, data=args.data) as lease:
             status = _supervise(lease, args.command)
@@ -767,10 +762,10 @@ def _run(args: argparse.Namespace) -> int:
         return args.conflict_exit_code if args.quiet else _say(held, args.conflict_exit_code)
     except LockLost as lost:
         return _say(lost, 70)  # EX_SOFTWARE of sysexits.h
-    except (BotoCoreError, ClientError) as error:
+    except (LockError, BotoCoreError, ClientError) as error:
         if status is None:
             raise
-        _say(f"the command has ended, but its lock could not be released: {error}", 0)
+        return _say(f"the command has ended, but its lock could not be released: {error}", status)
     return status
 
 
@@ -779,16 +774,16 @@ def _supervise(lease: Lease, command: Sequence[str]) -> int:
     import ctypes
 
     told = {"KEY": lease.key, "OWNER": lease.owner, "FENCING_TOKEN": lease.fencing_token}
-    env = os.environ | {f"SIMPLELOCK_{name}": str(value) for name, value in told.items() if value is not None}
+    env = os.environ | {f"SIMPLELOCK_{name}": str(value or "") for name, value in told.items()}
     prctl = getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)  # Linux; when we are killed, the command is too
-    try:  # in a session of its own, so that the terminal's signals reach it only once, through us
-        die = functools.partial(prctl, PR_SET_PDEATHSIG, signal.SIGKILL)  # no thread runs yet
-        child = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=die)  # noqa: S603, PLW1509
-    except OSError as error:
-        return _say(error, 127)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until there is something to pass them on to
+
+    def begin() -> None:  # in the child
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def forward(number: int, _frame: object = None) -> None:
-        with suppress(ProcessLookupError):  # it has ended
+        with suppress(OSError):  # it has ended, or is another user's
             os.killpg(child.pid, number)
 
     def stop(_lease: Lease) -> None:
@@ -797,8 +792,15 @@ def _supervise(lease: Lease, command: Sequence[str]) -> int:
             child.wait(5)
         forward(signal.SIGKILL)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, forward)
+    try:  # in a session of its own, so that the terminal's signals reach it only once, through us; no thread runs yet
+        child = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=begin)  # noqa: S603, PLW1509
+        for number in STOP_SIGNALS:
+            signal.signal(number, forward)
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # it would stop the heartbeat, but not the command
+    except OSError as error:
+        return _say(error, 127)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         with lease.heartbeat(on_lost=stop):
             status = child.wait()
@@ -808,27 +810,26 @@ def _supervise(lease: Lease, command: Sequence[str]) -> int:
     return status if status >= 0 else 128 - status
 
 
-def _show(args: argparse.Namespace) -> int:
-    holder = LockTable(args.table).holder(args.key)
+def _show(locks: LockTable, args: argparse.Namespace) -> int:
+    holder = locks.holder(args.key)
+    held = holder and holder.expires_in >= 0
     if args.json:
         print(json.dumps(holder and asdict(holder)))
     else:
-        print(f"{args.key!r} is held by {holder}" if holder else f"{args.key!r} is held by nobody")
-    return 0 if holder and holder.expires_in >= 0 else 1
+        print(f"{args.key!r} {'was' if holder and not held else 'is'} held by {holder or 'nobody'}")
+    return 0 if held else 1
 
 
-def _list(args: argparse.Namespace) -> int:
-    holders = LockTable(args.table).holders()
+def _list(locks: LockTable, args: argparse.Namespace) -> int:
     if args.json:
-        print(json.dumps([asdict(holder) for holder in holders]))
+        print(json.dumps([asdict(holder) for holder in locks.holders()]))
     else:
-        for holder in holders:
+        for holder in locks.holders():
             print(f"{holder.key}: {holder}")
     return 0
 
 
-def _break(args: argparse.Namespace) -> int:
-    locks = LockTable(args.table)
+def _break(locks: LockTable, args: argparse.Namespace) -> int:
     holder = locks.holder(args.key)
     locks.fencing = bool(holder and holder.fencing_token)  # keep the count of the tokens
     released = locks.release(args.key, args.owner)
@@ -836,8 +837,8 @@ def _break(args: argparse.Namespace) -> int:
     return 0 if released else 1
 
 
-def _create(args: argparse.Namespace) -> int:
-    LockTable(args.table).create()
+def _create(locks: LockTable, _args: argparse.Namespace) -> int:
+    locks.create()
     return 0
 
 

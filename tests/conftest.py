@@ -31,7 +31,7 @@ RETRIES = Config(retries={"mode": "standard", "total_max_attempts": 3})  # whate
 def pytest_configure(config: pytest.Config) -> None:
     """Coverage is for the plain run: a part of the suite covers a part of the module."""
     coverage = config.pluginmanager.get_plugin("_cov")
-    chosen = any(config.getoption(option) for option in ("keyword", "deselect", "lf"))
+    chosen = any(config.getoption(option, None) for option in ("keyword", "deselect", "lf"))
     whole = (
         config.args_source is config.ArgsSource.TESTPATHS and config.getoption("markexpr") == "not rig and not bench"
     )
@@ -125,6 +125,7 @@ class Driven:
 
     def sleep(self, seconds: float) -> None:
         """Be `time.sleep`."""
+        assert seconds >= 0, "it would raise a ValueError"
         self.pauses.append(seconds)
         end = time.time() + max(seconds, 1e-6)  # the frozen clock's resolution
         while self._due and self._due[0][0] <= end:

@@ -310,7 +310,7 @@ def commands_elsewhere():
 def test_command_of_other_programs_is_understood(command, monkeypatch):
     """What cron, systemd and Kubernetes are given has a key, a program, and options that exist."""
     seen = []
-    monkeypatch.setattr(simplelock, "_run", lambda args: seen.append(args) or 0)
+    monkeypatch.setattr(simplelock, "_run", lambda _locks, args: seen.append(args) or 0)
     assert simplelock.main(shlex.split(command)[1:]) == 0
     (understood,) = seen
     assert understood.key in ("nightly", "worker")
