@@ -383,7 +383,7 @@ class Lease:
         self._trouble = "it ran out"
         self._held_at_release: bool | None = None  # None: no release was sent yet
         self._taken = self._released = False
-        self._unread = table.fencing  # whether the table still has to tell token and data
+        self._unread = False  # whether the table still has to tell token and data
         self._renewing = threading.Lock()
 
     def __repr__(self) -> str:
@@ -507,7 +507,7 @@ class Lease:
             if fencing and clock.latest() - clock.earliest() > MAX_SURPLUS:
                 self._table._look(self.key)  # a token must start from DynamoDB's clock
             for _ in range(2):  # again, at once, where the refusal shows that the lock is free
-                seed = int(clock.latest() * 1000) if fencing else None
+                seed, self._unread = int(clock.latest() * 1000) if fencing else None, fencing
                 held = self._put(functools.partial(_acquire, self.owner, self.data, seed, clock.earliest()))
                 if held is None or (held.holder and held.holder.expires_in >= 0):
                     break

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from faults import cut, deliver, dropped, held_back, lost
+from faults import cut, deliver, dropped, held_back, lost, slow
 
 from simplelock import LockLost, LockTable
 
@@ -207,3 +207,19 @@ def test_store_that_compares_tokens_refuses_the_late_writer(clock, fenced, cold)
     for lease, accepted in ((cold.acquire("a"), True), (late, False)):
         assert (lease.fencing_token > seen) is accepted
         seen = max(seen, lease.fencing_token)
+
+
+def test_token_of_a_later_try_is_not_that_of_an_earlier_one(driven, make_table, meets):
+    """A grant whose reply came too late is taken by another; the waiter's next one has a higher token."""
+    locks, rival = (make_table(fencing=True, ttl=5) for _ in range(2))
+    holder = []
+
+    def take() -> None:
+        driven.sleep(30)
+        holder.append(rival.acquire("a"))
+        driven.later(3, holder[0].release)
+
+    meets("UpdateItem", [slow(0, pause=lambda _: take())])
+    lease = locks.acquire("a", wait=60)
+    assert lease.held
+    assert lease.fencing_token > holder[0].fencing_token
