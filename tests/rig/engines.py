@@ -34,6 +34,8 @@ HOME = Path(os.environ.get("SIMPLELOCK_RIG_HOME") or CACHE / "simplelock-rig").a
 REGION = "eu-west-1"  # tables belong to one, so all clients of an engine name the same
 START_SECONDS = 30  # for a cold start on a busy machine; a warm one needs less than 1
 PR_SET_PDEATHSIG = 1
+# By itself dynalite ends when a client is killed while it sends: its handler of that error throws it.
+SURVIVE = 'data:text/javascript,process.on("uncaughtException", (e) => { if (e.code !== "ECONNRESET") throw e })'
 _making_client = threading.Lock()  # boto3's sessions are not thread-safe; its clients are
 
 # Any key and any Region will do, but moto routes by this header and dynalite wants to see it.
@@ -199,7 +201,7 @@ def _recipe(name: str, port: int) -> tuple[list[str], dict[str, str]]:
     if name == "ministack":
         settings = {"BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(port), "SERVICES": "dynamodb"}
         return [f"{folder}/bin/ministack"], settings | {"LOG_LEVEL": "WARNING"}
-    command = ["node", f"{folder}/node_modules/dynalite/cli.js", "--host", "127.0.0.1"]
+    command = ["node", "--import", SURVIVE, f"{folder}/node_modules/dynalite/cli.js", "--host", "127.0.0.1"]
     return [*command, "--port", str(port), "--createTableMs", "0", "--deleteTableMs", "0"], {}
 
 
