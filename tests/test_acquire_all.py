@@ -57,15 +57,24 @@ def test_bad_keys_are_refused_before_any_request(keys, error, locks, steps):
     assert steps == []
 
 
-@pytest.mark.parametrize("wait", [0, 3])
-def test_all_or_none(wait, driven, locks, rival, stored):
-    """When one is held by another to the end, the body does not run, and none is kept."""
-    theirs = rival.acquire("b", ttl=600)
+@pytest.mark.parametrize("owner", ["", "x" * 1025])
+def test_bad_owner_is_refused_before_any_request(owner, locks, steps):
+    """It is checked together with the keys."""
+    with pytest.raises(ValueError, match="owner"):
+        locks.acquire_all(["a"], owner=owner)
+    assert steps == []
+
+
+@pytest.mark.parametrize("options", [{}, {"wait": 0}, {"wait": 3}])
+def test_all_or_none(options, driven, locks, rival, stored):
+    """When one is held by another to the end, the body does not run, and none is kept; it ends in time."""
+    theirs, start = rival.acquire("b", ttl=600), time.time()
     with (
         pytest.raises(LockHeld, match="'b'") as held,
-        locks.acquire_all(["c", "b", "a"], wait=wait),
+        locks.acquire_all(["c", "b", "a"], **options),
     ):
         pytest.fail("the body ran")
+    assert time.time() - start == pytest.approx(options.get("wait", 0), abs=0.01)
     assert (held.value.key, held.value.holder.owner) == ("b", theirs.owner)
     assert (stored("a"), stored("c")) == (None, None)
     assert theirs.release() is True

@@ -218,6 +218,7 @@ def test_without_a_date_the_wall_clock_stands_in(dateless, clock, locks, another
     clock.tick(9)
     lease.renew()
     assert 9 < lease.remaining <= 10
+    assert 0 <= lease.expires_at - (time.time() + 10) < 1
     clock.tick(lease.expires_at - time.time())
     assert others.try_acquire("a") is None
     assert not lease.held

@@ -3,14 +3,16 @@
 import itertools
 import time
 
+import boto3
 import pytest
+from botocore.config import Config
 from botocore.exceptions import (
     ClientError,
     ConnectTimeoutError,
     NoCredentialsError,
     ReadTimeoutError,
 )
-from faults import bare, cut, failed, interrupted, lost, refused, unavailable, unsent
+from faults import bare, cut, deliver, failed, interrupted, lost, refused, unavailable, unsent
 
 from simplelock import LockError, LockLost, LockTable, LockTableError
 
@@ -51,6 +53,11 @@ def cold(client):
 
 def no_credentials(request):
     raise NoCredentialsError
+
+
+def without_metadata(request):
+    deliver(request)
+    raise ClientError({"Error": {"Code": "Odd"}}, "UpdateItem")
 
 
 def try_once(locks):
@@ -128,6 +135,7 @@ def test_acquisition_that_was_not_applied_is_not_cleaned_up(fault, locks, meets,
         (ClientError, [failed, refused("ThrottlingException"), EXPIRED]),
         (LockTableError, [failed, refused("ValidationException")]),
         (ConnectTimeoutError, [lost, unsent, unsent]),
+        (ClientError, [without_metadata]),
         CTRL_C,
         (KeyboardInterrupt, [failed, interrupted]),
     ],
@@ -138,6 +146,7 @@ def test_acquisition_that_was_not_applied_is_not_cleaned_up(fault, locks, meets,
         "throttled, then expired, when sent again",
         "invalid when sent again",
         "unreachable when sent again",
+        "unclear error",
         "Ctrl-C",
         "Ctrl-C when sent again",
     ],
@@ -147,6 +156,15 @@ def test_failed_acquisition_leaves_nothing_behind(error, faults, locks, meets, s
     meets("UpdateItem", faults)
     with pytest.raises(error):
         locks.try_acquire("a")
+    assert stored() is None
+
+
+def test_server_error_to_a_client_that_sends_once_leaves_nothing_behind(locks, stored):
+    """It was not sent again, but a server error says nothing of whether it was applied."""
+    once = boto3.client("dynamodb", config=Config(retries={"total_max_attempts": 1}))
+    once.meta.events.register("before-send.dynamodb.UpdateItem", lambda request, **_: failed(request))
+    with pytest.raises(ClientError):
+        LockTable("Locks", client=once).try_acquire("a")
     assert stored() is None
 
 
@@ -160,11 +178,12 @@ def test_failed_acquisition_with_fencing_leaves_nothing_behind(locks, cold, meet
 
 
 @pytest.mark.parametrize(("error", "faults"), TROUBLES, ids=TROUBLE_IDS)
+@pytest.mark.parametrize("first", [[None], [failed, None]], ids=["granted", "found granted"])
 def test_acquisition_whose_expiry_cannot_be_put_right_leaves_nothing_behind(
-    error, faults, locks, cold, host, meets, stored
+    first, error, faults, locks, cold, host, meets, stored
 ):
     """It was granted, by a wrong wall clock: with an error of the second write it is undone."""
-    meets("UpdateItem", [None, *faults])
+    meets("UpdateItem", [*first, *faults])
     with host.off(wall=3600), pytest.raises(error):
         cold().try_acquire("a")
     assert stored() is None

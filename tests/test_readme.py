@@ -381,3 +381,9 @@ def test_version_is_the_same_everywhere():
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     newest = re.search(r"^## \[?(\d[\w.]*)", changes, re.MULTILINE)[1]
     assert simplelock.__version__ == setup["metadata"]["version"] == newest
+
+
+def test_limits_name_global_tables():
+    """Field case 38: that both Regions of a global table can win is said where the limits are."""
+    limits = README.split("\n## Limits\n")[1].split("\n## ")[0]
+    assert "In a global table both sides can win" in limits

@@ -57,11 +57,12 @@ def test_expired_lease_can_be_renewed_while_nobody_took_it(clock, locks, rival):
     assert rival.try_acquire("a") is None
 
 
-def test_lease_that_was_taken_is_lost(clock, locks, rival, stored):
-    """Refused, the item is another's: lost to that holder, whose item stays as it is."""
+@pytest.mark.parametrize("ttl", [5, 60])
+def test_lease_that_was_taken_is_lost(ttl, clock, locks, rival, stored):
+    """Refused, the item is another's, be it for less or for more than ours: lost to that holder, whose item stays."""
     lease = locks.acquire("a", ttl=10)
     clock.tick(20)
-    other = rival.acquire("a")
+    other = rival.acquire("a", ttl=ttl)
     before = stored()
     with pytest.raises(LockLost) as caught:
         lease.renew()

@@ -7,6 +7,7 @@ import threading
 
 import boto3
 import pytest
+from botocore.stub import Stubber
 from faults import refused
 from test_template import actions, statements
 
@@ -239,6 +240,16 @@ def test_tables_and_names_are_not_clients():
     for client in (boto3.resource("dynamodb").Table("Locks"), "dynamodb", boto3, object()):
         with pytest.raises(TypeError, match="dynamodb"):
             LockTable("Locks", client=client)
+
+
+def test_botocores_stubber_can_stand_in(client):
+    """Callers may use it in their tests: its replies are without the metadata of real ones."""
+    with Stubber(client) as stubber:
+        stubber.add_response("update_item", {})
+        stubber.add_response("delete_item", {})
+        with LockTable("Locks", client=client).acquire("a", ttl=60) as lease:
+            assert 59 < lease.remaining <= 60
+        stubber.assert_no_pending_responses()
 
 
 @pytest.fixture

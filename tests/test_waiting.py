@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import email.utils
+import itertools
 import math
 import random
 import socket
@@ -17,7 +18,7 @@ from botocore.exceptions import (
     EndpointConnectionError,
     ReadTimeoutError,
 )
-from faults import after, bare, cut, deliver, held_back, unsent
+from faults import after, bare, cut, deliver, held_back, refused, slow, unsent
 
 from simplelock import LockHeld, LockTable, LockTableError
 
@@ -92,6 +93,17 @@ def test_waiter_wakes_at_a_dead_holders_expiry(driven, clock, far, locks, rival)
     assert min(late) > 0
     assert max(late) <= LATE
     assert statistics.median(late) < 0.1  # it would be 0.3 if pauses did not heed the expiry
+
+
+def test_waiter_does_not_wake_a_moment_too_early(driven, locks, rival):
+    """However quick the network: at the very moment of expiry a try would be refused, and the next pause be long."""
+    late = []
+    for key in "abcdefgh":
+        dead = locks.acquire(key, ttl=2)
+        assert rival.acquire(key, wait=60).held
+        late.append(time.time() - dead.expires_at)
+    assert min(late) > 0
+    assert statistics.median(late) < 0.05
 
 
 def test_waiter_sees_a_release_within_a_second(driven, locks, rival):
@@ -198,6 +210,20 @@ def test_holder_that_vanishes_for_another_is_waited_for(driven, far, client, loc
     assert 5 < time.time() - start <= 5 + LATE
 
 
+@pytest.mark.parametrize("wait", [0, 3])
+def test_free_lock_that_is_refused_again_and_again_is_anothers(wait, driven, locks, meets, sent):
+    """Field case 18: a try is two requests, with a read after each; in the end nobody can be named."""
+    meets("UpdateItem", itertools.repeat(refused("ConditionalCheckFailedException")))
+    sent.clear()
+    start = time.time()
+    with pytest.raises(LockHeld, match="another") as held:
+        locks.acquire("a", wait=wait)
+    assert held.value.holder is None
+    assert time.time() - start == pytest.approx(wait, abs=1e-4)
+    assert sent[:4] == ["UpdateItem", "GetItem"] * 2
+    assert sent[4:5] == ["GetItem"] * bool(wait)
+
+
 def test_look_that_is_out_of_date_costs_one_try(driven, client, locks, rival, meets, sent):
     """An eventually consistent read may show an old state: the try tells, and the wait goes on."""
     lease = locks.acquire("a", ttl=600)
@@ -219,6 +245,17 @@ def test_look_that_was_cut_short_is_not_a_free_lock(driven, locks, rival, meets,
     with pytest.raises(LockHeld):
         rival.acquire("a", wait=10)
     assert sent.count("UpdateItem") == 2
+
+
+def test_look_that_outlasts_the_wait_tells_whose_lock_it_is(driven, locks, rival, meets, sent):
+    """Its reply comes when the time is over: it is the last word, and as complete as a try's."""
+    lease = locks.acquire("a", ttl=600)
+    meets("GetItem", [slow(5)])
+    sent.clear()
+    with pytest.raises(LockHeld) as held:
+        rival.acquire("a", wait=3)
+    assert sent == ["UpdateItem", "GetItem"]
+    assert (held.value.key, held.value.holder.owner) == ("a", lease.owner)
 
 
 def test_waiter_recognises_its_own_late_send(driven, client, locks, rival, meets, stored):
