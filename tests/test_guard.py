@@ -524,6 +524,13 @@ def packaged():
     return json.dumps(template)
 
 
+@pytest.fixture
+def _moto():
+    """One for each test: what is deployed here is more than a table, and goes with it."""
+    with mock_aws():
+        yield
+
+
 @pytest.fixture(params=["own table", "existing table"])
 def stack(request, monkeypatch):
     """The outputs of a deployed stack, with the environment that its function has."""
