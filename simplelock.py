@@ -384,6 +384,7 @@ class Lease:
         self._held_at_release: bool | None = None  # None: no release was sent yet
         self._taken = self._released = False
         self._unread = False  # whether the table still has to tell token and data
+        self._named: set[int] = set()  # expiries that a late shortening may replace, so never to be written again
         self._renewing = threading.Lock()
 
     def __repr__(self) -> str:
@@ -521,6 +522,8 @@ class Lease:
     def _put(self, write: Callable[[int], _Write], *, again: bool = True) -> LockHeld | None:
         """Write a new expiry and, if the lock is ours then, count down from the answer; else tell who holds it."""
         expires_at = math.ceil(self._clock.latest() + self._ttl)
+        while expires_at in self._named:
+            expires_at += 1
         answer = self._table._write(self.key, write(expires_at), returning=self._unread)
         self._taken = self._taken or answer.granted or answer.retried
         if self._unread or not answer.granted:
@@ -535,6 +538,7 @@ class Lease:
         surplus = left - self._ttl
         if again and not -1 <= surplus <= MAX_SURPLUS:  # by a wrong clock, a slow reply or a shorter ttl: put it right
             seen = expires_at if surplus > 0 else None
+            self._named.add(expires_at)
             return self._put(functools.partial(_renew, self.owner, seen), again=False)
         return None
 

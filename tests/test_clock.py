@@ -115,6 +115,14 @@ def test_slow_first_reply_is_put_right(seconds, locks, another, meets, stored):
     assert_runs_for(60, lease, stored)
 
 
+def test_replies_that_are_all_slow_cost_one_more_request(locks, meets, sent):
+    """An expiry is put right once: what then is short of the ttl is not held, and not asked for again and again."""
+    meets("UpdateItem", itertools.repeat(slow(10)))
+    sent.clear()
+    assert 49 < locks.acquire("a", ttl=60).remaining <= 50
+    assert sent == ["UpdateItem"] * 2
+
+
 @pytest.mark.parametrize("set_by", [-7200, -30, 30, 7200])
 def test_deadline_stands_when_the_wall_clock_is_set(set_by, clock, host, locks, rival, stored):
     """Set back, the monotonic clock ends the lease; set forward, it may end too early, not late."""

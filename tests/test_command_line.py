@@ -487,6 +487,7 @@ def thief(others, direct):
     return others.acquire("a", owner="thief").owner
 
 
+@pytest.mark.rig
 def test_command_has_its_own_input_output_arguments_and_status(start, others, server):
     """All bytes go through as they are, the end of the input too, and `--` in its arguments is its own."""
     sent = bytes(range(256)) * 1000
@@ -496,6 +497,7 @@ def test_command_has_its_own_input_output_arguments_and_status(start, others, se
     assert server.verbs == {"UpdateItem": 1, "DeleteItem": 1}
 
 
+@pytest.mark.rig
 def test_command_is_told_whose_lock_it_runs_under(start, others):
     """Key, whole owner and fencing token, while the table says the same."""
     script = 'echo "$SIMPLELOCK_KEY $SIMPLELOCK_OWNER $SIMPLELOCK_FENCING_TOKEN"; read line'
@@ -509,12 +511,14 @@ def test_command_is_told_whose_lock_it_runs_under(start, others):
     assert others.holder("a") is None
 
 
+@pytest.mark.rig
 def test_status_tells_by_which_signal_the_command_was_killed(start, others):
     """128 and its number, as a shell has it."""
     assert end(start("run", "a", "--", "sh", "-c", "kill -KILL $$")) == (128 + 9, b"", "")
     assert others.holder("a") is None
 
 
+@pytest.mark.rig
 def test_command_that_does_not_exist_leaves_nothing_locked(start, others):
     """Status 127, and a line that names it."""
     status, out, err = end(start("run", "a", "--", "./no-such-command"))
@@ -523,6 +527,7 @@ def test_command_that_does_not_exist_leaves_nothing_locked(start, others):
     assert others.holder("a") is None
 
 
+@pytest.mark.rig
 def test_lock_that_is_held_is_status_75(start, others, ran):
     """A line says by whom and for how long; the command does not run, and the holder stays."""
     lease = others.acquire("a", owner="web1", data="build 4711")
@@ -533,6 +538,7 @@ def test_lock_that_is_held_is_status_75(start, others, ran):
     assert others.holder("a").owner == lease.owner
 
 
+@pytest.mark.rig
 def test_wrong_usage_is_status_2(start, server):
     """Nothing is sent."""
     status, out, err = end(start("run", "--ttl", "0", "a", "--", "true"))
@@ -541,6 +547,7 @@ def test_wrong_usage_is_status_2(start, server):
     assert server.verbs == {}
 
 
+@pytest.mark.rig
 def test_table_that_cannot_be_used_is_status_69(start, others, server, ran):
     """Missing, or not permitted: one line that names the remedy, and the command does not run."""
     missing = end(start("run", "--table", "Elsewhere", "a", "--", "touch", str(ran)))
@@ -553,11 +560,13 @@ def test_table_that_cannot_be_used_is_status_69(start, others, server, ran):
     assert others.holder("a") is None
 
 
+@pytest.mark.rig
 def test_nobody_holds_it_is_status_1(start):
     """The way that scripts ask."""
     assert end(start("show", "a")) == (1, b"'a' is held by nobody\n", "")
 
 
+@pytest.mark.rig
 def test_signals_reach_the_command_once(start, others):
     """From a terminal, for the whole group, or from a service manager; the lock is given back when it has ended."""
     script = """
@@ -579,6 +588,7 @@ def test_signals_reach_the_command_once(start, others):
     assert list(others.holders()) == []
 
 
+@pytest.mark.rig
 def test_signal_from_the_commands_first_moment_is_passed_on(start, others):
     """It is neither lost nor the end of the program alone, however early it comes."""
     script = 'exec 2>/dev/null; trap "echo caught; exit 7" TERM; kill -TERM $PPID; while :; do sleep 0.05; done'
@@ -586,6 +596,7 @@ def test_signal_from_the_commands_first_moment_is_passed_on(start, others):
     assert others.holder("a") is None
 
 
+@pytest.mark.rig
 def test_signal_while_waiting_leaves_nothing(start, others, server, ran):
     """The lock is its holder's, and the command never runs."""
     lease = others.acquire("a")
@@ -598,6 +609,7 @@ def test_signal_while_waiting_leaves_nothing(start, others, server, ran):
     assert not ran.exists()
 
 
+@pytest.mark.rig
 def test_command_is_ended_when_its_lock_is_lost(start, others, direct):
     """SIGTERM, once, to all its processes, and SIGKILL to those that are left: status 70, whatever it says."""
     stubborn = '(trap "" TERM; echo stubborn; exec sleep 60) &'
@@ -612,6 +624,7 @@ def test_command_is_ended_when_its_lock_is_lost(start, others, direct):
 
 
 @LINUX
+@pytest.mark.rig
 def test_command_of_a_killed_program_ends_too(start, others):
     """Nobody renews its lease: it may not go on. Until that has run out, nobody else begins."""
     process = start("run", "a", "--", "sh", "-c", "echo $$; exec sleep 60")

@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 DEMO = Path(__file__).parent.parent / "infra" / "demo.py"
 WORKERS, ROUNDS = 3, 3
 KEPT = (WORKERS - 1) * ROUNDS + 1  # the victim gets one round done
 
 
+@pytest.mark.rig
 def test_demo_keeps_every_update_and_shows_the_take_over(tmp_path):
     """A killed holder's lock is taken over after its expiry, and no update is lost."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")}

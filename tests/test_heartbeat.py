@@ -109,6 +109,14 @@ def test_default_period_is_a_third_of_the_ttl(locks, monkeypatch):
             until(lambda: 20 in pauses)
 
 
+def test_heartbeat_does_not_keep_a_process_from_ending(locks):
+    """Its threads are daemons: whoever ends without leaving the `with` takes them along."""
+    before = set(threading.enumerate())
+    with locks.acquire("a") as lease, lease.heartbeat(on_lost=pytest.fail):
+        started = set(threading.enumerate()) - before
+        assert [thread.daemon for thread in started] == [True, True]
+
+
 def test_lock_is_held_for_longer_than_the_ttl(locks):
     """The lease is renewed in time, and held throughout."""
     losses = []

@@ -187,6 +187,7 @@ def test_wait_that_is_not_a_number_is_refused(wait, unsent):
         ("Locks", {"key_name": "OwnerID"}, ValueError),
         ("Locks", {"key_name": "ttl", "expires_name": "ttl"}, ValueError),
         ("Locks", {"expires_name": "FencingToken"}, ValueError),
+        ("Locks", {"expires_name": "LockData"}, ValueError),
         ("Locks", {"sort_key": ("LockID", "x")}, ValueError),
         ("Locks", {"sort_key": ("Kind", "")}, ValueError),
         ("Locks", {"sort_key": ("Kind", "字" * 342)}, ValueError),

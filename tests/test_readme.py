@@ -271,11 +271,13 @@ def test_shell_blocks_are_run_here_or_need_a_network():
     assert [each.text for each in left] == [shell_block(command) for command in run_here]
 
 
+@pytest.mark.rig
 def test_commands_that_lock_work(shell):
     """The table is made, and the command runs under the lock, its output untouched."""
     assert shell(shell_block("simplelock run --wait")) == (0, "nightly --all\n")
 
 
+@pytest.mark.rig
 def test_commands_that_look_work(shell, stuck):
     """Who holds which lock is shown; the lock is broken; help and version are told."""
     key, owner = stuck
@@ -290,6 +292,7 @@ def test_commands_that_look_work(shell, stuck):
     assert lines[-1] == f"simplelock {simplelock.__version__}"
 
 
+@pytest.mark.rig
 def test_vendored_file_is_a_program(shell):
     """The file that was copied runs by itself."""
     version = f"{shlex.quote(sys.executable)} yourproject/simplelock.py --version"

@@ -1,9 +1,11 @@
 """Renewing and resuming: one write that only moves on what is ours."""
 
+import itertools
 import time
 
 import pytest
-from faults import after, failed, lost
+from botocore.exceptions import ReadTimeoutError
+from faults import after, deliver, failed, held_back, lost
 
 from simplelock import LockLost, LockTable
 
@@ -184,3 +186,22 @@ def test_lock_that_nobody_holds_cannot_be_resumed(locks, rival, stored):
     with pytest.raises(LockLost):
         locks.resume("a", owner)
     assert stored() is None
+
+
+def test_late_shortening_does_not_undercut_a_newer_renewal(clock, locks, rival, meets, stored):
+    """Field case 40: it names the expiry that it replaces, and a renewal within the same second writes another."""
+    late = []
+    clock.tick(0.3)
+    lease = locks.acquire("a", ttl=60)
+    meets("UpdateItem", itertools.chain([None], itertools.repeat(held_back(late))))
+    with pytest.raises(ReadTimeoutError):
+        lease.renew(ttl=5)
+    meets("UpdateItem", [])
+    lease.renew(ttl=60)
+    before = stored()
+    for request in late:
+        deliver(request)
+    assert stored() == before
+    clock.tick(10)
+    assert lease.held
+    assert rival.try_acquire("a") is None
