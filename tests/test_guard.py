@@ -25,14 +25,14 @@ import boto3
 import faults
 import pytest
 import requests
+import templates
 import yaml
 from botocore.exceptions import ClientError
 from moto import mock_aws
-from moto.cloudformation.utils import yaml_tag_constructor
 
 import simplelock
 
-FOLDER = pathlib.Path(__file__).parent.parent / "infra" / "guard_s3"
+FOLDER = templates.INFRA / "guard_s3"
 BUCKET = "my-data"
 BUCKET_ARN = f"arn:aws:s3:::{BUCKET}"
 SUMMARY = "summaries/data.json"
@@ -41,12 +41,7 @@ LEFT = 8.0  # seconds that a function has left unless a test says otherwise
 SENT = ["GetItem", "UpdateItem", "HeadObject", "GetObject", "PutObject", "UpdateItem"]
 
 
-class Loader(yaml.SafeLoader):
-    """YAML with CloudFormation's short forms."""
-
-
-Loader.add_multi_constructor("", yaml_tag_constructor)
-TEMPLATE = Loader((FOLDER / "template.yaml").read_text()).get_single_data()
+TEMPLATE = templates.load("guard_s3/template.yaml")
 RESOURCES = TEMPLATE["Resources"]
 
 
@@ -661,7 +656,7 @@ def test_template_makes_a_table_only_where_none_is_given(stack, request):
 
 def test_own_table_is_as_the_lock_tables_template_has_it():
     """Field cases 36 and 37: same keys, same TTL, and both policies are Retain."""
-    table = Loader((FOLDER.parent / "table.yaml").read_text()).get_single_data()
+    table = templates.load("table.yaml")
     general = table["Resources"]["LockTable"]
     for part in (
         *("BillingMode", "KeySchema", "AttributeDefinitions"),
