@@ -538,7 +538,8 @@ class Lease:
         surplus = left - self._ttl
         if again and not -1 <= surplus <= MAX_SURPLUS:  # by a wrong clock, a slow reply or a shorter ttl: put it right
             seen = expires_at if surplus > 0 else None
-            self._named.add(expires_at)
+            if seen:
+                self._named.add(seen)
             return self._put(functools.partial(_renew, self.owner, seen), again=False)
         return None
 
