@@ -28,15 +28,24 @@ freezegun.configure(default_ignore_list=["_pytest.terminal.", "_pytest.runner."]
 RETRIES = Config(retries={"mode": "standard", "total_max_attempts": 3})  # whatever boto3's default
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """A part of the suite has ended before other processes have started, and what it measures wants quiet."""
+    if not _whole(config):
+        config.option.numprocesses = 0
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Coverage is for the plain run: a part of the suite covers a part of the module."""
+    """A part of the suite covers a part of the module."""
     coverage = config.pluginmanager.get_plugin("_cov")
-    chosen = any(config.getoption(option, None) for option in ("keyword", "deselect", "lf"))
-    whole = (
-        config.args_source is config.ArgsSource.TESTPATHS and config.getoption("markexpr") == "not rig and not bench"
-    )
-    if coverage and (chosen or not whole):
+    if coverage and not _whole(config):
         coverage.options.no_cov = True
+
+
+def _whole(config: pytest.Config) -> bool:
+    chosen = any(config.getoption(option, None) for option in ("keyword", "deselect", "lf", "collectonly"))
+    whole = config.args_source is config.ArgsSource.TESTPATHS
+    return whole and not chosen and config.getoption("markexpr") == "not rig and not bench"
 
 
 def pytest_collection_finish() -> None:
@@ -70,15 +79,29 @@ def _moto() -> Iterator[None]:
 
 
 @pytest.fixture
-def client(_moto: None) -> Any:
+def client(_moto: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A low-level client of an in-process DynamoDB, empty at first, which retries at once."""
     dynamodb_backends.reset()
-    return _session().client("dynamodb", config=RETRIES)
+    client = _client()
+    for name in ("register", "register_first", "register_last"):
+        register = getattr(client.meta.events, name)
+
+        def note(*to_what: Any, register: Callable[..., None] = register, **options: Any) -> None:
+            _client.cache_clear()  # it is not as good as new any more, nor are its retries' tokens
+            register(*to_what, **options)
+
+        monkeypatch.setattr(client.meta.events, name, note)
+    return client
+
+
+@functools.cache
+def _client() -> Any:
+    return _session().client("dynamodb", config=RETRIES)  # for many tests, since making it takes as long as a test
 
 
 @functools.cache
 def _session() -> boto3.Session:
-    return boto3.Session()  # one for all: it takes ten times as long to make as a client
+    return boto3.Session()
 
 
 @pytest.fixture

@@ -1,26 +1,45 @@
-"""Each case that was reported from the field has a test which says so."""
+"""Each case that was reported from the field has a test which says so; `pytest --collect-only` shows which."""
 
 import ast
+import collections
 import re
 from pathlib import Path
+
+import pytest
 
 TESTS = Path(__file__).parent
 CASES = range(1, 41)
 
 
-def cases(source):
-    """The numbers of the cases that the docstrings of a file's tests name."""
-    tests = (
-        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name[:5] == "test_"
-    )
-    named = re.findall(r"Field cases? ([\d, and]+):", "\n".join(ast.get_docstring(test) or "" for test in tests))
-    return {int(number) for numbers in named for number in re.findall(r"\d+", numbers)}
+def named_in(source):
+    """The names of a file's tests by the number of each case that their docstrings name."""
+    found = collections.defaultdict(list)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            for numbers in re.findall(r"Field cases? ([\d, and]+):", ast.get_docstring(node) or ""):
+                for number in re.findall(r"\d+", numbers):
+                    found[int(number)].append(node.name)
+    return found
 
 
-def test_every_field_case_has_a_test():
-    """None of the 40 is missing from the docstrings of the tests, and none is named that does not exist."""
-    found = set().union(*(cases(path.read_text(encoding="utf-8")) for path in TESTS.rglob("test_*.py")))
-    assert found == set(CASES)
+FOUND = collections.defaultdict(list)
+for path in sorted(TESTS.rglob("test_*.py")):
+    for number, names in named_in(path.read_text(encoding="utf-8")).items():
+        FOUND[number] += [f"{path.relative_to(TESTS)}:{name}" for name in names]
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [pytest.param(case, FOUND[case], id=f"{case}-{','.join(FOUND[case])}") for case in CASES],
+)
+def test_field_case_has_a_test(case, names):
+    """None of the 40 is missing from the docstrings of the tests."""
+    assert names, f"no test's docstring names field case {case}"
+
+
+def test_no_field_case_is_made_up():
+    """A test that names a case which does not exist has mistaken its number."""
+    assert {number for number, names in FOUND.items() if names} <= set(CASES)
 
 
 def test_only_docstrings_of_tests_count():
@@ -33,4 +52,4 @@ def test_a():
 def helper():
     """Field case 5: not a test."""
 '''
-    assert cases(source) == {1, 2, 30}
+    assert dict(named_in(source)) == {1: ["test_a"], 2: ["test_a"], 30: ["test_a"]}
