@@ -21,7 +21,6 @@ import json
 import math
 import os
 import random
-import secrets
 import signal
 import socket
 import subprocess
@@ -55,6 +54,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 DRIFT = 0.0005  # by which the rates of two clocks differ at most: adjtimex(2) slews by 500 ppm
 
 _MUTEX = threading.Lock()
+_RANDOM = random.SystemRandom()  # processes that seeded `random` alike must not meet
+_hostname = functools.cache(socket.gethostname)
 
 
 class LockError(Exception):
@@ -129,7 +130,9 @@ class LockTable:
         fencing: bool = False,
     ) -> None:
         self.name, self.ttl, self.fencing = _text("name", name, 1024), _seconds("ttl", ttl, MAX_TTL), fencing
-        self._names = {"#key": key_name, "#expires": expires_name}  # placeholders: they may be reserved words
+        self._key_name, self._expires_name = key_name, expires_name
+        usual = {"LockID": key_name, "ExpiresAt": expires_name}
+        self._renamed = {f"#{old}": (old, new) for old, new in usual.items() if new != old}
         self._sort = {sort_key[0]: {"S": _text("sort key", sort_key[1], MAX_SORT_KEY_BYTES)}} if sort_key else {}
         names = [_text("attribute name", name, 255) for name in (key_name, expires_name, *self._sort)]
         names += ["OwnerID", "LockData", "FencingToken"]
@@ -169,16 +172,15 @@ class LockTable:
         """
         deadline = time.monotonic() + _seconds("wait", wait, math.inf, zero=True)
         lease = Lease(self, key, ttl, owner, data)
-        jitter = random.SystemRandom()  # processes that seeded `random` alike must not meet
         held, pause = lease._acquire(), MIN_PAUSE
         while held:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise held
-            expires_in = held.holder.expires_at - self._clock.earliest() if held.holder else 0
+            expires_in = held.holder.expires_at - self._clock.now()[0] if held.holder else 0
             if expires_in > 0:
                 left = min(left, expires_in + 0.002)  # a try compares in milliseconds
-            time.sleep(min(jitter.uniform(0, pause), left))
+            time.sleep(min(_RANDOM.uniform(0, pause), left))
             pause = min(2 * pause, MAX_PAUSE)
             if time.monotonic() < deadline:  # a look costs a tenth of a try
                 holder = self._look(key, consistent=False)
@@ -247,7 +249,7 @@ class LockTable:
             for item in page["Items"]:
                 holder = None
                 with suppress(LockTableError, KeyError):
-                    holder = self._holder(item[self._names["#key"]]["S"], item)
+                    holder = self._holder(item[self._key_name]["S"], item)
                 if holder and self._key(holder.key).items() <= item.items():
                     yield holder
 
@@ -273,7 +275,7 @@ class LockTable:
         found = self.client.describe_table(**table)["Table"]
         if found["KeySchema"] != keys or any(item not in found["AttributeDefinitions"] for item in types):
             raise LockTableError(self._complaint("exists with other keys"))
-        expires = self._names["#expires"]
+        expires = self._expires_name
         if self.client.describe_time_to_live(**table)["TimeToLiveDescription"].get("AttributeName") != expires:
             ttl = {"AttributeName": expires, "Enabled": True}
             self.client.update_time_to_live(**table, TimeToLiveSpecification=ttl)
@@ -307,20 +309,14 @@ class LockTable:
                 return reply
         raise LockError(self._complaint("sent three replies that were cut short"))
 
-    def _write(self, key: str, write: _Write, *, returning: bool = False) -> _Answer:
-        condition, update, values = write
-        request = {
-            "Key": self._key(key),
-            "ConditionExpression": condition,
-            "ExpressionAttributeValues": values,
-            "ReturnValuesOnConditionCheckFailure": "ALL_OLD",
-        }
-        if update:
-            request["UpdateExpression"], text = update, condition + update
-            request["ExpressionAttributeNames"] = {k: v for k, v in self._names.items() if k in text}
-        if returning:
-            request["ReturnValues"] = "ALL_NEW"
-        return self._send("update_item" if update else "delete_item", **request)
+    def _write(self, key: str, request: dict[str, Any]) -> _Answer:
+        for placeholder, (usual, name) in self._renamed.items():  # the name may be a reserved word
+            for text in ("ConditionExpression", "UpdateExpression"):
+                if usual in request.get(text, ""):
+                    request[text] = request[text].replace(usual, placeholder)
+                    request.setdefault("ExpressionAttributeNames", {})[placeholder] = name
+        operation = "update_item" if "UpdateExpression" in request else "delete_item"
+        return self._send(operation, Key=self._key(key), ReturnValuesOnConditionCheckFailure="ALL_OLD", **request)
 
     def _send(self, operation: str, **request: Any) -> _Answer:
         send = getattr(self.client, operation)
@@ -343,16 +339,16 @@ class LockTable:
         """Whose the lock is by its item; None without one, and for a tombstone."""
         if not item or ("OwnerID" not in item and "FencingToken" in item):
             return None
-        owner, expires_at = item.get("OwnerID", {}).get("S"), item.get(self._names["#expires"], {}).get("N")
+        owner, expires_at = item.get("OwnerID", {}).get("S"), item.get(self._expires_name, {}).get("N")
         if owner is None or expires_at is None:
             raise LockTableError(self._complaint(f"has an item {key!r} that is not a lock"))
-        expires_in = float(expires_at) - self._clock.earliest()
+        expires_in = float(expires_at) - self._clock.now()[0]
         token = int(float(item.get("FencingToken", {}).get("N", 0))) or None
         data = item.get("LockData", {}).get("S")
         return Holder(key, owner, math.ceil(float(expires_at)), expires_in, token, data)
 
     def _key(self, key: str) -> dict[str, Any]:
-        return {self._names["#key"]: {"S": key}, **self._sort}
+        return {self._key_name: {"S": key}, **self._sort}
 
     def _complaint(self, what: str) -> str:
         return (
@@ -370,9 +366,9 @@ class Lease:
     def __init__(
         self, table: LockTable, key: str, ttl: float | None = None, label: str | None = None, data: str | None = None
     ) -> None:
-        label = f"{socket.gethostname()}:{os.getpid()}" if label is None else label
+        label = f"{_hostname()}:{os.getpid()}" if label is None else label
         self.key = _text("key", key, MAX_KEY_BYTES)
-        self.owner = f"{_text('owner', label, MAX_OWNER_BYTES // 2)}/{secrets.token_hex(8)}"
+        self.owner = f"{_text('owner', label, MAX_OWNER_BYTES // 2)}/{os.urandom(8).hex()}"
         self.data = None if data is None else _text("data", data, MAX_DATA_BYTES, least=0)
         self.expires_at = 0  # from when on others can take the lock, in epoch seconds of DynamoDB's clock
         self.fencing_token: int | None = None
@@ -503,13 +499,16 @@ class Lease:
 
     def _acquire(self) -> LockHeld | None:
         """Try once, and tell whether another holds the lock."""
-        clock, fencing = self._clock, self._table.fencing
+        fencing = self._table.fencing
         try:
-            if fencing and clock.latest() - clock.earliest() > MAX_SURPLUS:
-                self._table._look(self.key)  # a token must start from DynamoDB's clock
+            if fencing:
+                earliest, latest = self._clock.now()
+                if latest - earliest > MAX_SURPLUS:
+                    self._table._look(self.key)  # a token must start from DynamoDB's clock
             for _ in range(2):  # again, at once, where the refusal shows that the lock is free
-                seed, self._unread = int(clock.latest() * 1000) if fencing else None, fencing
-                held = self._put(functools.partial(_acquire, self.owner, self.data, seed, clock.earliest()))
+                earliest, latest = self._clock.now()
+                seed, self._unread = int(latest * 1000) if fencing else None, fencing
+                held = self._put(functools.partial(_acquire, self.owner, self.data, seed, earliest))
                 if held is None or (held.holder and held.holder.expires_in >= 0):
                     break
         except BaseException as error:
@@ -519,12 +518,15 @@ class Lease:
             raise
         return held
 
-    def _put(self, write: Callable[[int], _Write], *, again: bool = True) -> LockHeld | None:
+    def _put(self, write: Callable[[int], dict[str, Any]], *, again: bool = True) -> LockHeld | None:
         """Write a new expiry and, if the lock is ours then, count down from the answer; else tell who holds it."""
-        expires_at = math.ceil(self._clock.latest() + self._ttl)
+        expires_at = math.ceil(self._clock.now()[1] + self._ttl)
         while expires_at in self._named:
             expires_at += 1
-        answer = self._table._write(self.key, write(expires_at), returning=self._unread)
+        request = write(expires_at)
+        if self._unread:
+            request["ReturnValues"] = "ALL_NEW"
+        answer = self._table._write(self.key, request)
         self._taken = self._taken or answer.granted or answer.retried
         if self._unread or not answer.granted:
             holder = self._table._found(self.key, answer)
@@ -532,7 +534,7 @@ class Lease:
                 return LockHeld(self.key, holder)
             self._taken, self._unread, expires_at = True, False, holder.expires_at
             self.data, self.fencing_token = holder.data, holder.fencing_token if self._table.fencing else None
-        left = expires_at - self._clock.latest()
+        left = expires_at - self._clock.now()[1]
         runs = min(self._ttl, left + time.monotonic() - answer.sent - DRIFT * self._ttl)
         self.expires_at, self._ends = expires_at, (answer.sent + runs, answer.wall + runs)
         surplus = left - self._ttl
@@ -544,7 +546,7 @@ class Lease:
         return None
 
     def _release(self) -> _Answer:
-        tombstone = self._clock.latest() + TOMBSTONE_SECONDS if self._table.fencing else None
+        tombstone = math.ceil(self._clock.now()[1]) + TOMBSTONE_SECONDS if self._table.fencing else None
         return self._table._write(self.key, _release(self.owner, tombstone))
 
 
@@ -558,35 +560,30 @@ class _Clock:
     """
 
     def __init__(self) -> None:
-        self.known = False  # from the first reply on; if that has no date, the wall clock must do
         self._bounds: tuple[float, float, float, float] | None = None  # only ever replaced whole
+        self._replied = False  # if none of its replies has a date, the wall clock must do
 
-    def earliest(self) -> float:
-        """A time that DynamoDB's clock has reached for sure; 0 when nothing is known."""
-        if self._bounds is None:
-            return time.time() if self.known else 0.0
-        return time.monotonic() + self._widened(*self._bounds)[0]
-
-    def latest(self) -> float:
-        """A time that DynamoDB's clock has not passed; 2 s from now, by the wall clock, when nothing is known."""
-        if self._bounds is None:
-            return time.time() + (0 if self.known else 2)
-        return time.monotonic() + self._widened(*self._bounds)[1]
+    def now(self) -> tuple[float, float]:
+        """Times that DynamoDB's clock has surely reached, and surely not passed."""
+        return self._at(time.monotonic(), time.time())
 
     def learn(self, sent: float, header: str | None) -> None:
-        received, self.known = time.monotonic(), True
-        date = _epoch_seconds(header)
+        wall, received = time.time(), time.monotonic()
+        low, high = self._at(received, wall) if self._bounds else (-math.inf, math.inf)
+        self._replied, date = True, _epoch_seconds(header)
         if date is not None:
-            low, high = date - received, date + 2 - sent
-            old_low, old_high = self._widened(*self._bounds) if self._bounds else (-math.inf, math.inf)
-            if old_low <= high and low <= old_high:
-                low, high = max(low, old_low), min(high, old_high)
-            self._bounds = (low, high, received, time.time() - received)
+            earliest, latest = float(date), date + 2 + received - sent
+            if low <= latest and earliest <= high:
+                earliest, latest = max(low, earliest), min(high, latest)
+            self._bounds = (earliest, latest, received, wall)
 
-    def _widened(self, low: float, high: float, at: float, wall: float) -> tuple[float, float]:
-        now = time.monotonic()
-        drift, suspended = DRIFT * (now - at), max(0.0, time.time() - now - wall)
-        return low - drift, high + drift + suspended
+    def _at(self, monotonic: float, wall: float) -> tuple[float, float]:
+        if not self._bounds:
+            return (wall, wall) if self._replied else (0.0, wall + 2)
+        low, high, learnt, wall_then = self._bounds
+        passed = monotonic - learnt
+        drift, suspended = DRIFT * passed, max(0.0, wall - wall_then - passed)
+        return low + passed - drift, high + passed + drift + suspended
 
 
 @functools.lru_cache(maxsize=8)
@@ -610,8 +607,6 @@ def _epoch_seconds(header: str | None) -> int | None:
 # refused acquisition that finds its own owner was granted before. A renewal only moves the expiry on, else a late one
 # would undercut a newer one; to shorten a lease, it names the expiry that it replaces.
 
-_Write = tuple[str, str, dict[str, Any]]  # condition, update (empty: delete), values
-
 
 class _Answer(NamedTuple):
     granted: bool
@@ -622,40 +617,44 @@ class _Answer(NamedTuple):
     reply: dict[str, Any]
 
 
-def _acquire(owner: str, data: str | None, seed: int | None, now: float, expires: int) -> _Write:
+def _acquire(owner: str, data: str | None, seed: int | None, now: float, expires: int) -> dict[str, Any]:
     condition = (
-        "attribute_not_exists(#key)"
-        " OR (attribute_type(OwnerID, :string) AND #expires < :now)"
+        "attribute_not_exists(LockID)"
+        " OR (attribute_type(OwnerID, :string) AND ExpiresAt < :now)"
         " OR (attribute_not_exists(OwnerID) AND attribute_exists(FencingToken))"
     )
-    update = "SET OwnerID = :owner, #expires = :expires"
-    values = _values(owner=owner, expires=expires, now=math.floor(now * 1000) / 1000, string="S")
+    update = "SET OwnerID = :owner, ExpiresAt = :expires"
+    values = {
+        ":owner": {"S": owner},
+        ":expires": {"N": str(expires)},
+        ":now": {"N": str(math.floor(now * 1000) / 1000)},
+        ":string": {"S": "S"},
+    }
     if seed is not None:
-        update, values = (
-            f"{update}, FencingToken = if_not_exists(FencingToken, :seed) + :one",
-            values | _values(seed=seed, one=1),
-        )
-    if data is None:
-        return condition, f"{update} REMOVE LockData", values
-    return condition, f"{update}, LockData = :data", values | _values(data=data)
+        update += ", FencingToken = if_not_exists(FencingToken, :seed) + :one"
+        values |= {":seed": {"N": str(seed)}, ":one": {"N": "1"}}
+    if data is not None:
+        update += ", LockData = :data"
+        values[":data"] = {"S": data}
+    else:
+        update += " REMOVE LockData"
+    return {"ConditionExpression": condition, "UpdateExpression": update, "ExpressionAttributeValues": values}
 
 
-def _renew(owner: str, seen: int | None, expires: int) -> _Write:
-    update, values = "SET #expires = :expires", _values(owner=owner, expires=expires)
-    if seen is None:
-        return "OwnerID = :owner AND #expires <= :expires", update, values
-    return "OwnerID = :owner AND #expires = :seen", update, values | _values(seen=seen)
+def _renew(owner: str, seen: int | None, expires: int) -> dict[str, Any]:
+    condition, update = "OwnerID = :owner AND ExpiresAt <= :expires", "SET ExpiresAt = :expires"
+    values = {":owner": {"S": owner}, ":expires": {"N": str(expires)}}
+    if seen is not None:
+        condition, values[":seen"] = "OwnerID = :owner AND ExpiresAt = :seen", {"N": str(seen)}
+    return {"ConditionExpression": condition, "UpdateExpression": update, "ExpressionAttributeValues": values}
 
 
-def _release(owner: str, tombstone: float | None) -> _Write:
+def _release(owner: str, tombstone: int | None) -> dict[str, Any]:
+    condition, values = "OwnerID = :owner", {":owner": {"S": owner}}
     if tombstone is None:
-        return "OwnerID = :owner", "", _values(owner=owner)
-    update = "SET #expires = :expires REMOVE OwnerID, LockData"
-    return "OwnerID = :owner", update, _values(owner=owner, expires=math.ceil(tombstone))
-
-
-def _values(**values: str | float) -> dict[str, Any]:
-    return {f":{k}": {"S": v} if isinstance(v, str) else {"N": str(v)} for k, v in values.items()}
+        return {"ConditionExpression": condition, "ExpressionAttributeValues": values}
+    update, values[":expires"] = "SET ExpiresAt = :expires REMOVE OwnerID, LockData", {"N": str(tombstone)}
+    return {"ConditionExpression": condition, "UpdateExpression": update, "ExpressionAttributeValues": values}
 
 
 def _not_applied(error: BaseException) -> bool:
@@ -684,7 +683,7 @@ def _default_client() -> Any:
 
 
 def _seconds(name: str, value: float, most: float, *, zero: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is a number of seconds, not {type(value).__name__}")
     if not (0 < value <= most or (zero and value == 0)):  # refuses NaN too
         raise ValueError(f"{name} is above 0{' or 0' * zero} and at most {most:.9g} s, not {value!r}")
@@ -694,10 +693,13 @@ def _seconds(name: str, value: float, most: float, *, zero: bool = False) -> flo
 def _text(name: str, value: str, most: int, *, least: int = 1) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} is a string, not {type(value).__name__}")
-    with suppress(UnicodeEncodeError):
-        if least <= len(value.encode()) <= most:
-            return value
-    raise ValueError(f"{name} is {least} to {most} bytes of UTF-8, not {value[:80]!r}")
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError:  # half of a character
+        size = -1
+    if not least <= size <= most:
+        raise ValueError(f"{name} is {least} to {most} bytes of UTF-8, not {value[:80]!r}")
+    return value
 
 
 # The command line
@@ -781,15 +783,14 @@ def _supervise(lease: Lease, command: Sequence[str]) -> int:
     told = {"KEY": lease.key, "OWNER": lease.owner, "FENCING_TOKEN": lease.fencing_token}
     env = os.environ | {f"SIMPLELOCK_{name}": str(value or "") for name, value in told.items()}
     prctl = getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)  # Linux; when we are killed, the command is too
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until there is something to pass them on to
-
-    def begin() -> None:  # in the child
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    group, early = 0, []  # of the command's processes; signals that came before there was one to pass them on to
 
     def forward(number: int, _frame: object = None) -> None:
+        if not group:
+            early.append(number)
+            return
         with suppress(OSError):  # it has ended, or is another user's
-            os.killpg(child.pid, number)
+            os.killpg(group, number)
 
     def stop(_lease: Lease) -> None:
         forward(signal.SIGTERM)
@@ -797,15 +798,17 @@ def _supervise(lease: Lease, command: Sequence[str]) -> int:
             child.wait(5)
         forward(signal.SIGKILL)
 
+    for number in STOP_SIGNALS:
+        signal.signal(number, forward)
     try:  # in a session of its own, so that the terminal's signals reach it only once, through us; no thread runs yet
+        begin = functools.partial(prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
         child = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=begin)  # noqa: S603, PLW1509
-        for number in STOP_SIGNALS:
-            signal.signal(number, forward)
-        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # it would stop the heartbeat, but not the command
     except OSError as error:
         return _say(error, 127)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # it would stop the heartbeat, but not the command
+    group = child.pid
+    while early:
+        forward(early.pop(0))
     try:
         with lease.heartbeat(on_lost=stop):
             status = child.wait()
