@@ -356,6 +356,28 @@ def test_command_is_not_left_alone_without_heartbeats(here, locks, stored, monke
     assert not ran.exists()
 
 
+def test_signal_that_comes_while_the_command_starts_reaches_it(here, locks, stored, monkeypatch):
+    """It is passed on once there is something to pass it on to, whichever thread the system gave it to."""
+    starting, start, started = threading.Event(), subprocess.Popen, []
+
+    def signal_myself():
+        starting.wait(10)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def signalled(*command, **options):
+        starting.set()
+        other.join()
+        started.append(start(*command, **options))
+        return started[0]
+
+    other = threading.Thread(target=signal_myself)
+    other.start()
+    monkeypatch.setattr(subprocess, "Popen", signalled)
+    assert ends("run", "a", "--", "sleep", "60") == 128 + signal.SIGTERM
+    assert [command.poll() for command in started] == [-signal.SIGTERM]
+    assert stored() is None
+
+
 def test_signal_that_is_not_permitted_does_no_harm(here, locks, stored, monkeypatch):
     """A command that runs as root, by sudo, is waited for: no error gives its lock back before it ends."""
     monkeypatch.setattr(os, "killpg", not_permitted)
