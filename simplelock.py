@@ -758,6 +758,8 @@ def _parser() -> argparse.ArgumentParser:
 def _run(locks: LockTable, args: argparse.Namespace) -> int:
     if not args.command:
         raise ValueError("run needs a command after --")
+    if not 0 <= args.conflict_exit_code <= 255:
+        raise ValueError("--conflict-exit-code is 0 to 255")
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     status = None
@@ -804,7 +806,7 @@ def _supervise(lease: Lease, command: Sequence[str]) -> int:
         begin = functools.partial(prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
         child = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=begin)  # noqa: S603, PLW1509
     except OSError as error:
-        return _say(error, 127)
+        return _say(error, 127 if isinstance(error, FileNotFoundError) else 126)  # as a shell has it
     signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # it would stop the heartbeat, but not the command
     group = child.pid
     while early:

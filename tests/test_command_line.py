@@ -94,6 +94,8 @@ def ends(*arguments):
         ("run --ttl long a -- true", "ttl"),
         ("run --wait -1 a -- true", "wait"),
         ("run --conflict-exit-code x a -- true", "conflict-exit-code"),
+        ("run --conflict-exit-code 256 a -- true", "0 to 255"),
+        ("run --conflict-exit-code -1 a -- true", "0 to 255"),
         ("run --forever a -- true", "forever"),
         (f"run {'k' * 2049} -- true", "2048"),
         ("show", "required: KEY"),
@@ -354,6 +356,15 @@ def test_command_is_not_left_alone_without_heartbeats(here, locks, stored, monke
         main(["run", "a", "--", "sh", "-c", f"sleep 60; touch {ran}"])
     assert stored() is None
     assert not ran.exists()
+
+
+def test_command_that_cannot_be_executed_is_told_apart(here, locks, stored, capsys, tmp_path):
+    """Status 126, as a shell has it, and nothing is left locked."""
+    command = tmp_path / "backup"
+    command.write_text("not for execution")
+    assert ends("run", "a", "--", str(command)) == 126
+    assert line("Permission denied.*backup").fullmatch(capsys.readouterr().err)
+    assert stored() is None
 
 
 def test_signal_that_comes_while_the_command_starts_reaches_it(here, locks, stored, monkeypatch):
