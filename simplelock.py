@@ -408,7 +408,7 @@ class Lease:
         """Let the lease run for `ttl` from now, and by later renewals; by default as before.
 
         A lease that ran out can be renewed as long as nobody took the lock. After any error but `LockLost`, it
-        keeps the deadline it had.
+        keeps the deadline it had. A heartbeat that is running keeps its period: a ttl below that runs out.
 
         Raises:
             LockLost: The lock was taken by another, deleted or released.

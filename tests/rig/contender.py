@@ -179,7 +179,7 @@ class Contender:
                 return AWSResponse(request.url, 500, {}, SimpleNamespace(stream=lambda: [body]))
             raise self.random.choice((ReadTimeoutError, ConnectionClosedError))(endpoint_url=request.url)
         # A late acquisition may leave an item that nobody holds, for as long as a wrong clock says.
-        if chance < LOST + LATE and b"attribute_not_exists(#key)" not in request.body:
+        if chance < LOST + LATE and b"attribute_not_exists(LockID)" not in request.body:
             self.log.write("late")
             threading.Timer(self.random.uniform(0, LATE_SECONDS), self.direct.send, [request]).start()
             raise ReadTimeoutError(endpoint_url=request.url)
