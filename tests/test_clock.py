@@ -123,6 +123,17 @@ def test_replies_that_are_all_slow_cost_one_more_request(locks, meets, sent):
     assert sent == ["UpdateItem"] * 2
 
 
+def test_slow_reply_does_not_unlearn_what_quick_ones_have_shown(locks, rival, meets, sent):
+    """It would leave ten seconds of doubt, and a dead holder's lock would cost a second request."""
+    locks.holder("other")
+    rival.acquire("a", ttl=3)
+    meets("GetItem", [slow(10)])
+    locks.holder("other")
+    sent.clear()
+    assert locks.try_acquire("a")
+    assert sent == ["UpdateItem"]
+
+
 @pytest.mark.parametrize("set_by", [-7200, -30, 30, 7200])
 def test_deadline_stands_when_the_wall_clock_is_set(set_by, clock, host, locks, rival, stored):
     """Set back, the monotonic clock ends the lease; set forward, it may end too early, not late."""
