@@ -315,7 +315,7 @@ def test_lock_lost_to_another_ends_the_command(here, locks, steal, stored, meets
     """SIGTERM while it runs, then status 70, and the thief's item stays as it was."""
     thefts = []
     meets("UpdateItem", [None, after(lambda: thefts.append(steal()))])
-    assert ends("run", "--ttl", "0.3", "a", "--", "sleep", "60") == 70
+    assert ends("run", "--ttl", "1", "a", "--", "sleep", "60") == 70
     assert line("thief/1 has taken it").fullmatch(capsys.readouterr().err)
     assert stored() == thefts[0]
 
@@ -323,7 +323,7 @@ def test_lock_lost_to_another_ends_the_command(here, locks, steal, stored, meets
 def test_lock_that_cannot_be_renewed_ends_the_command(here, locks, stored, meets, capsys):
     """It ran out while the command ran: status 70 and why, though nobody took it and its release works."""
     meets("UpdateItem", itertools.chain([None], itertools.repeat(refused("AccessDeniedException"))))
-    assert ends("run", "--ttl", "0.3", "a", "--", "sleep", "60") == 70
+    assert ends("run", "--ttl", "1", "a", "--", "sleep", "60") == 70
     assert line("it ran out, since renewing failed.*AccessDenied").fullmatch(capsys.readouterr().err)
     assert stored() is None
 

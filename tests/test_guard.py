@@ -910,7 +910,7 @@ def test_of_concurrent_invocations_no_update_is_lost_or_made_twice(monkeypatch):
     found = [list(update) for each in changes for update in each]
     expected = [update for own in updates for update in own if update not in superseded]
     counts = f"updates expected: {len(expected)}, found: {len(found)}"
-    print(f"{counts}; {len(history)} writes, {took:.1f} s")
+    print(f"\n{counts}; {len(history)} writes, {took:.1f} s")  # .ci/run looks for it
     assert sorted(found) == sorted(expected)
     assert [before.keys() - after.keys() for before, after in steps if before.keys() - after.keys()] == []
     assert max(len(each) for each in changes) == 1  # 0, where an event was delivered again

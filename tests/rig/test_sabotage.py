@@ -254,7 +254,7 @@ def test_suite_catches_each_sabotage(tmp_path: Path, capsys: pytest.CaptureFixtu
     with capsys.disabled():
         print()
         for sabotage, (_, red) in zip(SABOTAGES, found, strict=True):
-            print(f"{sabotage.what:<55} {red}")
+            print(f"sabotage: {sabotage.what:<52} {red}")
     assert as_it_is == (0, "nothing")
     assert [sabotage.what for sabotage, (status, _) in zip(SABOTAGES, found, strict=True) if status != 1] == []
 
