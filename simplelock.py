@@ -570,12 +570,13 @@ class _Clock:
     def learn(self, sent: float, header: str | None) -> None:
         wall, received = time.time(), time.monotonic()
         low, high = self._at(received, wall) if self._bounds else (-math.inf, math.inf)
-        self._replied, date = True, _epoch_seconds(header)
+        date = _epoch_seconds(header)
         if date is not None:
             earliest, latest = float(date), date + 2 + received - sent
             if low <= latest and earliest <= high:
                 earliest, latest = max(low, earliest), min(high, latest)
             self._bounds = (earliest, latest, received, wall)
+        self._replied = True  # not before: another thread would go by the wall clock
 
     def _at(self, monotonic: float, wall: float) -> tuple[float, float]:
         if not self._bounds:
@@ -588,8 +589,10 @@ class _Clock:
 
 @functools.lru_cache(maxsize=8)
 def _epoch_seconds(header: str | None) -> int | None:
-    parsed = email.utils.parsedate_tz(header or "")
-    return parsed and email.utils.mktime_tz(parsed)
+    with suppress(ValueError, OverflowError):  # a year that no calendar has
+        parsed = email.utils.parsedate_tz(header or "")
+        return parsed and email.utils.mktime_tz(parsed)
+    return None
 
 
 # The protocol: an item, and three conditional writes.

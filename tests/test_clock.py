@@ -123,6 +123,26 @@ def test_replies_that_are_all_slow_cost_one_more_request(locks, meets, sent):
     assert sent == ["UpdateItem"] * 2
 
 
+def test_no_thread_goes_by_the_wall_clock_while_another_learns_the_time(host, locks, rival, monkeypatch):
+    """Until what a first reply has shown is there as a whole, nothing is known."""
+    rival.acquire("live", ttl=60)
+    host.set(wall=3600)
+    tries = []
+
+    class Reading(float):
+        """Of the monotonic clock; in the midst of its first use, it is the other thread's turn."""
+
+        def __radd__(self, other):
+            if not tries:
+                tries.append("begun")
+                tries.append(locks.try_acquire("live"))
+            return other + float(self)
+
+    monkeypatch.setattr(host, "monotonic", lambda: Reading(time.monotonic()))
+    assert locks.holder("live")
+    assert tries == ["begun", None]
+
+
 def test_slow_reply_does_not_unlearn_what_quick_ones_have_shown(locks, rival, meets, sent):
     """It would leave ten seconds of doubt, and a dead holder's lock would cost a second request."""
     locks.holder("other")
@@ -225,7 +245,10 @@ def test_lease_with_drifting_clocks_is_over_before_another_has_the_lock(drift, c
     assert not lease.held
 
 
-@pytest.mark.parametrize("dateless", [undated, dated(""), dated("soon"), dated("Thu, 01 Foo")])
+NO_DATES = ["", "soon", "Thu, 01 Foo", "Thu, 01 Jan 20260 00:00:00 GMT", f"Thu, 01 Jan {10**20} 00:00:00 GMT"]
+
+
+@pytest.mark.parametrize("dateless", [undated, *map(dated, NO_DATES)])
 def test_without_a_date_the_wall_clock_stands_in(dateless, clock, locks, another, meets, stored):
     """A proxy may strip it: with right wall clocks everything goes on as before."""
     for operation in ("UpdateItem", "DeleteItem"):
