@@ -40,7 +40,7 @@ SHARES = {"moto": 0.06, "ministack": 0.47, "dynalite": 0.47}  # of the holds; mo
 NAMES, THREADS = 24, 4  # of each kind, with and without fencing tokens; and of each process
 CLOCKS = (3600, -3600, 20, -20, None)  # seconds by which a process's wall clock is off; None: it steps
 EVENTS = (*FATES, "lost")  # a run without one of them proves too little
-END_SECONDS = SETTLE_SECONDS + 10
+END_SECONDS = SETTLE_SECONDS + 25
 
 
 @dataclass
