@@ -101,7 +101,7 @@ def _client() -> Any:
 
 @functools.cache
 def _session() -> boto3.Session:
-    return boto3.Session()
+    return boto3.Session()  # one for all: it takes ten times as long to make as a client
 
 
 @pytest.fixture

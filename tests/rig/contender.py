@@ -13,7 +13,6 @@ It runs until its standard input ends. What happens is appended to the log, a li
 
 from __future__ import annotations
 
-import ctypes
 import email.utils
 import itertools
 import json
@@ -49,7 +48,6 @@ FATES = {"stop": 4, "kill": 3, "crash": 2}
 STEPS = (-3600, -20, 0, 20, 3600)
 SETTLE_SECONDS = 15
 LOST_CODE = "LostReply"
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -226,8 +224,7 @@ class Supervisor:
             pid = os.fork()
             if pid == 0:
                 try:
-                    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-                    if os.getppid() == supervisor:  # else it died before the line above
+                    if engines.tied_to(supervisor):
                         Contender(self.settings, life, self.log, self.operations).live()
                 except BaseException as error:
                     self.log.write("error", repr(error))

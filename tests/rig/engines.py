@@ -217,11 +217,16 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) ->
     raise RuntimeError(f"the engine did not start:\n{log.read_text(errors='replace')[-2000:]}")
 
 
-def _leash(owner: str, *command: str) -> None:
-    """Become the command, tied to the life of the process that asked for it."""
+def tied_to(parent: int) -> bool:
+    """Have the kernel kill this process when its parent ends; False if that has ended already."""
     with contextlib.suppress(AttributeError):  # no prctl: not Linux
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == int(owner):  # else it died before the line above
+    return os.getppid() == parent
+
+
+def _leash(owner: str, *command: str) -> None:
+    """Become the command, tied to the life of the process that asked for it."""
+    if tied_to(int(owner)):
         os.execvp(command[0], command)
 
 

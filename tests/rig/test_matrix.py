@@ -53,8 +53,6 @@ RAISED = {
 }
 
 # A lock that is free, or whose holder's lease ran out, or that another holds.
-
-# A lock that is free, or whose holder's lease ran out, or that another holds.
 ACQUIRE = """
 fault           sends free                     expired                  held
 dropped         first lease:ours               lease:ours               LockHeld:before
@@ -116,36 +114,8 @@ refused         first none:renewed             LockLost:before          LockLost
 refused         every closed:before            closed:before            closed:before
 """
 
-# The same, resumed by its key and owner.
-RESUME = """
-fault           sends ours                     taken
-dropped         first lease:renewed            LockLost:before
-dropped         every closed:renewed           closed:before
-reset           first lease:renewed            LockLost:before
-reset           every closed:renewed           closed:before
-failed          first lease:renewed            LockLost:before
-failed          every 500:renewed              500:before
-cut             first lease:renewed            LockLost:before
-cut             every lease:renewed            400:before
-cut-unchecked   first lease:renewed            400:before
-cut-unchecked   every lease:renewed            400:before
-empty           first lease:renewed            LockLost:before
-empty           every lease:renewed            400:before
-empty-unchecked first lease:renewed            400:before
-empty-unchecked every lease:renewed            400:before
-slow            every lease:renewed            LockLost:before
-late            first lease:renewed            LockLost:before
-late            every timeout:renewed          timeout:before
-held-back       first lease:renewed>renewed    LockLost:before>before
-held-back       every timeout:before>renewed   timeout:before>before
-throttled       first lease:renewed            LockLost:before
-throttled       every throttled:before         throttled:before
-denied          first denied:before            denied:before
-unavailable     first lease:renewed            LockLost:before
-unavailable     every 500:before               500:before
-refused         first lease:renewed            LockLost:before
-refused         every closed:before            closed:before
-"""
+# The same, resumed by its key and owner: what a renewal does, and the lease is returned.
+RESUME = RENEW.replace("none:", "lease:")
 
 # The same, and a lease that ran out before another took the lock. A refusal is no answer where the SDK sent twice: then
 # what counts is whether the lease ran when it was first sent.

@@ -30,10 +30,11 @@ from moto.dynamodb.models.dynamo_type import DynamoType
 
 from simplelock import Lease, LockError, LockHeld, LockLost, LockTable
 
+from .engines import REGION
+
 SEED = int(os.environ.get("RIG_SEED") or secrets.randbelow(2**32))
 EXAMPLES, STEPS = 80, 100
 RETRIES = Config(retries={"mode": "standard", "total_max_attempts": 3})
-REGION = "eu-west-1"
 NAMES, MACHINES = ("a", "b"), 3
 HELD_BACK = "held back"
 REAL_TIME = SimpleNamespace(perf_counter=time.perf_counter, monotonic=time.monotonic)
