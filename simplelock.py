@@ -131,8 +131,8 @@ class LockTable:
     ) -> None:
         self.name, self.ttl, self.fencing = _text("name", name, 1024), _seconds("ttl", ttl, MAX_TTL), fencing
         self._key_name, self._expires_name = key_name, expires_name
-        usual = {"LockID": key_name, "ExpiresAt": expires_name}
-        self._renamed = {f"#{old}": (old, new) for old, new in usual.items() if new != old}
+        names_by_usual = {"LockID": key_name, "ExpiresAt": expires_name}
+        self._renamed = {usual: name for usual, name in names_by_usual.items() if name != usual}
         self._sort = {sort_key[0]: {"S": _text("sort key", sort_key[1], MAX_SORT_KEY_BYTES)}} if sort_key else {}
         names = [_text("attribute name", name, 255) for name in (key_name, expires_name, *self._sort)]
         names += ["OwnerID", "LockData", "FencingToken"]
@@ -310,11 +310,11 @@ class LockTable:
         raise LockError(self._complaint("sent three replies that were cut short"))
 
     def _write(self, key: str, request: dict[str, Any]) -> _Answer:
-        for placeholder, (usual, name) in self._renamed.items():  # the name may be a reserved word
+        for usual, name in self._renamed.items():  # by a placeholder, since it may be a reserved word
             for text in ("ConditionExpression", "UpdateExpression"):
                 if usual in request.get(text, ""):
-                    request[text] = request[text].replace(usual, placeholder)
-                    request.setdefault("ExpressionAttributeNames", {})[placeholder] = name
+                    request[text] = request[text].replace(usual, f"#{usual}")
+                    request.setdefault("ExpressionAttributeNames", {})[f"#{usual}"] = name
         operation = "update_item" if "UpdateExpression" in request else "delete_item"
         return self._send(operation, Key=self._key(key), ReturnValuesOnConditionCheckFailure="ALL_OLD", **request)
 
@@ -812,8 +812,8 @@ def _supervise(lease: Lease, command: Sequence[str]) -> int:
         return _say(error, 127 if isinstance(error, FileNotFoundError) else 126)  # as a shell has it
     signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # it would stop the heartbeat, but not the command
     group = child.pid
-    while early:
-        forward(early.pop(0))
+    for missed in early:
+        forward(missed)
     try:
         with lease.heartbeat(on_lost=stop):
             status = child.wait()
