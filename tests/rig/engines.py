@@ -154,8 +154,8 @@ def make_client(target: Any, **settings: Any) -> Any:
         )
 
 
-def make_table(client: Any, name: str, sort_key: str | None = None) -> None:
-    """Make a table for locks, with TTL where the engine has it."""
+def make_table(client: Any, name: str, sort_key: str | None = None, *, ttl: bool = True) -> None:
+    """Make a table for locks, by default with TTL where the engine has it."""
     keys = {"LockID": "HASH"} | ({sort_key: "RANGE"} if sort_key else {})
     client.create_table(
         TableName=name,
@@ -165,6 +165,8 @@ def make_table(client: Any, name: str, sort_key: str | None = None) -> None:
     )
     patience = {"Delay": 0.02, "MaxAttempts": 500}
     client.get_waiter("table_exists").wait(TableName=name, WaiterConfig=patience)
+    if not ttl:
+        return
     try:
         client.update_time_to_live(
             TableName=name,
