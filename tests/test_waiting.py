@@ -106,6 +106,15 @@ def test_waiter_does_not_wake_a_moment_too_early(driven, locks, rival):
     assert statistics.median(late) < 0.05
 
 
+def test_look_in_the_second_of_the_expiry_is_followed_by_a_try(driven, clock, rival, steal, monkeypatch):
+    """A reply dated with the expiry shows that it is reached: no long pause comes before it has passed."""
+    monkeypatch.setattr("simplelock._RANDOM.uniform", lambda _, most: most)
+    clock.tick(0.5)
+    expires_at = int(steal(seconds=2.5)["ExpiresAt"]["N"])
+    rival.acquire("a", wait=60)
+    assert 0 < time.time() - expires_at < 0.1
+
+
 def test_waiter_sees_a_release_within_a_second(driven, locks, rival):
     """A waiter looks once a second at least."""
     holder, start = locks.acquire("a", ttl=600), time.time()
