@@ -177,9 +177,8 @@ class LockTable:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise held
-            expires_in = held.holder.expires_at - self._clock.now()[0] if held.holder else -1
-            if expires_in >= 0:  # a reply dated with the expiry makes it 0
-                left = min(left, expires_in + 0.002)  # a try compares in milliseconds
+            if held.holder and held.holder.expires_in >= 0:  # a reply dated with the expiry makes it 0
+                left = min(left, held.holder.expires_in + 0.002)  # a try compares in milliseconds
             time.sleep(min(_RANDOM.uniform(0, pause), left))
             pause = min(2 * pause, MAX_PAUSE)
             if time.monotonic() < deadline:  # a look costs a tenth of a try
